@@ -90,25 +90,23 @@ impl Printer {
         if let Event::End(end) = event {
             self.skipped_steps(end);
         }
-        match (self.format, event) {
-            (LogFormat::Json, event) => self.object(event),
-            (LogFormat::Text, Event::Start(start)) => {
-                self.line(&format!("GPU_Count: {}", start.gpu_count))
-            }
-            (LogFormat::Text, Event::Epoch(epoch)) => self.line(&epoch_line(epoch)),
-            (LogFormat::Text, Event::Validation(validation)) => {
+        if self.format == LogFormat::Json {
+            return self.object(event);
+        }
+        match event {
+            Event::Start(start) => self.line(&format!("GPU_Count: {}", start.gpu_count))?,
+            Event::Epoch(Epoch { device, epoch, batch_size, steps, .. }) => self.line(&format!(
+                "{device} | Epoch: {epoch} | Batchsize: {batch_size} | Steps: {steps}"
+            ))?,
+            Event::Validation(validation) => {
                 let best = if validation.best { " (best so far)" } else { "" };
                 let (epoch, text) = (validation.epoch, validation_text(validation));
                 self.info(&format!("validation after epoch {epoch}: {text}{best}"));
-                Ok(())
             }
-            (LogFormat::Text, Event::End(end)) => {
-                self.end(end);
-                Ok(())
-            }
-            // The text of a failure goes to stderr, with all that is known.
-            (LogFormat::Text, Event::Failure { .. }) => Ok(()),
+            Event::End(end) => self.end(end),
+            Event::Failure { .. } => {} // its text goes to stderr, with all that is known
         }
+        Ok(())
     }
 
     /// Prints how many steps of a run were skipped, if any were.
@@ -257,20 +255,31 @@ impl Printer {
     pub fn lines(&self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
         let mut text = Vec::new();
         write(&mut text)?;
-        let text = String::from_utf8_lossy(&text);
+        self.show(Stream::Stdout, &String::from_utf8_lossy(&text))
+    }
+
+    /// Prints text on `stream`, beside the progress bar. The live view shows it too, unless it is JSON, and keeps what is for
+    /// the terminal until it closes.
+    fn show(&self, stream: Stream, text: &str) -> io::Result<()> {
+        let text = escaped(text);
+        let print = || match stream {
+            Stream::Stdout => self.text(&text).map(drop),
+            // One write: stderr has no buffer, and the lines of several processes must not mix.
+            Stream::Stderr => io::stderr().lock().write_all(text.as_bytes()),
+        };
+        let is_stdout = stream == Stream::Stdout;
         match &*self.display.lock() {
-            Display::Nothing => self.text(&text).map(drop),
-            Display::Progress(progress) => progress.suspend(|| self.text(&text)).map(drop),
+            Display::Nothing => print(),
+            Display::Progress(progress) => progress.suspend(print),
             Display::Live(feed) => {
-                let text = escaped(&text);
-                if self.format == LogFormat::Text {
+                if !is_stdout || self.format == LogFormat::Text {
                     feed.lock().line(&text);
                 }
-                if io::stdout().is_terminal() {
-                    feed.lock().held.add(Stream::Stdout, text.as_bytes());
-                    return Ok(());
+                if is_stdout && !io::stdout().is_terminal() {
+                    return print();
                 }
-                self.text(&text).map(drop)
+                feed.lock().held.add(stream, text.as_bytes());
+                Ok(())
             }
         }
     }
@@ -285,19 +294,8 @@ impl Printer {
     /// Prints on stderr what the user must see or has asked for: a failure, a warning of one, a status table. If a
     /// system limit caused an error in it, the limit is explained.
     pub fn report(&self, text: &str) {
-        // One write: stderr has no buffer, and the lines of several processes must not mix.
-        let line = format!("ddp-mp: {}\n", escaped(&explain(text)));
         // Errors are ignored: without stderr they cannot be reported.
-        let print = || drop(io::stderr().lock().write_all(line.as_bytes()));
-        match &*self.display.lock() {
-            Display::Nothing => print(),
-            Display::Progress(progress) => progress.suspend(print),
-            Display::Live(feed) => {
-                let mut feed = feed.lock();
-                feed.line(&line);
-                feed.held.add(Stream::Stderr, line.as_bytes());
-            }
-        }
+        let _ = self.show(Stream::Stderr, &format!("ddp-mp: {}\n", explain(text)));
     }
 
     /// Returns whether progress is shown: in the live view, or as a bar, if stderr is a terminal and results are text
@@ -401,9 +399,4 @@ fn nobody_reads(error: &io::Error) -> bool {
 /// Returns the error of writing to stdout, with the limit of the system that caused it explained.
 pub fn unwritable_stdout(error: io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("writing to stdout: {}", explain(error)))
-}
-
-fn epoch_line(epoch: &Epoch) -> String {
-    let Epoch { device, epoch, batch_size, steps, .. } = epoch;
-    format!("{device} | Epoch: {epoch} | Batchsize: {batch_size} | Steps: {steps}")
 }
