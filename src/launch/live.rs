@@ -46,7 +46,11 @@ impl RunView for Live {
     ) -> Option<Box<dyn Any>> {
         let (run, title) = (run.clone(), self.title.clone());
         let source = Box::new(move || snapshot(&run));
-        *self.shown.lock() = Some(LiveView::start(&self.printer, title, labels, stop, source)?);
+        let view = LiveView::start(&self.printer, title, labels, stop, source);
+        let view = view.map_err(|error| {
+            self.printer.report(&format!("--live: the terminal cannot be used: {error}"));
+        });
+        *self.shown.lock() = Some(view.ok()?);
         Some(Box::new(EndRanks(self.shown.clone())))
     }
 }

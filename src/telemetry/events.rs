@@ -2,6 +2,7 @@
 
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Serialize, Serializer};
+use serde_with::skip_serializing_none;
 
 use super::Straggler;
 use crate::ddp::DdpStatistics;
@@ -92,6 +93,7 @@ pub struct Epoch {
 
 /// The run is done: all that rank 0 knows of it. The event, the text, the page of `--report` and the file of
 /// `--prometheus` are written from this.
+#[skip_serializing_none]
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct End {
     /// Duration of the training.
@@ -113,23 +115,17 @@ pub struct End {
     #[serde(flatten, serialize_with = "by_rank")]
     pub ranks: Vec<RankEnd>,
     /// The rank that the others waited for, on CPUs only; `None` if they did not wait long.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub straggler: Option<Straggler>,
     /// Peak memory of the process, with all its ranks; `None` where the system does not report it.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_memory_bytes: Option<u64>,
     /// Number of skipped steps; `None` without a gradient scaler and without `--skip-nonfinite`.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped_steps: Option<u64>,
     /// The final loss scale; `None` without a gradient scaler.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub scale: Option<f64>,
     /// The validation with the smallest loss; `None` without validation.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub best: Option<ValidationMetrics>,
     /// Why the run ended before its last epoch: `SIGINT`, `SIGTERM`, `SIGUSR1`, `max-seconds`, `max-steps`, `patience`,
     /// `live view`, `callback`. `None` if it did not.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub stopped: Option<&'static str>,
     /// Reasons for the restarts by `--max-restarts`, the first one first.
     #[serde(skip_serializing_if = "Vec::is_empty")]

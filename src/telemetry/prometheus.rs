@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 
-use super::{End, Marks, Output, RankEnd};
+use super::{End, Marks, Output, RankEnd, Straggler};
 use crate::error::Result;
 use crate::records::{TrainMetrics, ValidationMetrics};
 
@@ -110,16 +110,14 @@ impl PrometheusFile {
         let Self { facts, began, .. } = self;
         let Latest { state, first_step, train, validation, end, .. } = latest;
         let (train, validation) = (train.as_ref(), validation.as_ref());
-        let mut text = Text { text: String::new(), run: &self.run };
-        let program = vec![
-            ("version", env!("CARGO_PKG_VERSION")),
-            ("model", facts.model),
-            ("backend", facts.backend),
-        ];
-        text.metric("run_info", "Version, model and backend of the run", [(program, 1.0)]);
+        let program = label("version", env!("CARGO_PKG_VERSION"))
+            + &label("model", facts.model)
+            + &label("backend", facts.backend);
         let states = RunState::iter()
-            .map(|one| (vec![("state", <&str>::from(one))], f64::from(u8::from(one == *state))));
-        text.metric("run_state", "State of the run: 1 for the current one", states);
+            .map(|one| (label("state", <&str>::from(one)), f64::from(u8::from(one == *state))));
+        let help = "Version, model and backend of the run";
+        let mut text = self.metric("run_info", help, [(program, 1.0)]);
+        text += &self.metric("run_state", "State of the run: 1 for the current one", states);
         let step = train.map_or(*first_step, |train| train.step);
         let step = step.max(end.as_ref().map_or(0, |end| end.steps)) as f64;
         let skipped = train.and_then(|it| it.skipped_steps).map(|steps| steps as f64);
@@ -157,34 +155,49 @@ impl PrometheusFile {
                 validation.and_then(|it| it.accuracy),
             ),
         ] {
-            text.metric(name, help, value.map(|value| (Vec::<(&str, &str)>::new(), value)));
+            text += &self.metric(name, help, value.map(|value| (String::new(), value)));
         }
         let metrics = validation.into_iter().flat_map(|it| &it.metrics);
-        let metrics = metrics.map(|(name, value)| (vec![("name", name)], *value));
+        let metrics = metrics.map(|(name, value)| (label("name", name), *value));
         let help = "A metric of the program, of the last validation";
-        text.metric("validation_metric", help, metrics);
+        text += &self.metric("validation_metric", help, metrics);
         if let Some(end) = end {
             let by_rank = |value: fn(&RankEnd) -> f64| {
                 let values = end.ranks.iter().map(value).enumerate();
-                values.map(|(rank, value)| (vec![("rank", rank)], value))
+                values.map(|(rank, value)| (label("rank", rank), value))
             };
-            text.metric(
-                "rank_data_wait_seconds",
-                "Time that a rank waited for data, at the end of the run",
-                by_rank(|rank| rank.data_wait_seconds),
-            );
-            text.metric(
-                "rank_collective_seconds",
-                "Time of a rank in collectives, with waiting, at the end of the run",
-                by_rank(|rank| rank.phases.collectives),
-            );
-            let straggler = end.straggler.as_ref().map(|it| {
-                (vec![("rank", it.rank.to_string()), ("phase", it.phase.to_owned())], it.seconds)
-            });
+            let help = "Time that a rank waited for data, at the end of the run";
+            let waits = by_rank(|rank| rank.data_wait_seconds);
+            text += &self.metric("rank_data_wait_seconds", help, waits);
+            let help = "Time of a rank in collectives, with waiting, at the end of the run";
+            let collectives = by_rank(|rank| rank.phases.collectives);
+            text += &self.metric("rank_collective_seconds", help, collectives);
             let help = "Time that the others waited for the straggler";
-            text.metric("straggler_seconds", help, straggler);
+            let labels = |it: &Straggler| label("rank", it.rank) + &label("phase", it.phase);
+            let straggler = end.straggler.as_ref().map(|it| (labels(it), it.seconds));
+            text += &self.metric("straggler_seconds", help, straggler);
         }
-        text.text
+        text
+    }
+
+    /// Returns the lines of a metric, if there is any sample of it: its labels besides `run`, and its value. One whose name
+    /// ends with `_total` is a counter.
+    fn metric(
+        &self,
+        name: &str,
+        help: &str,
+        samples: impl IntoIterator<Item = (String, f64)>,
+    ) -> String {
+        let run = in_quotes(&self.run);
+        let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
+        let line = |(labels, value): (String, f64)| {
+            format!("ddpmp_{name}{{run=\"{run}\"{labels}}} {}\n", number(value))
+        };
+        let lines: String = samples.into_iter().map(line).collect();
+        if lines.is_empty() {
+            return lines;
+        }
+        format!("# HELP ddpmp_{name} {help}\n# TYPE ddpmp_{name} {kind}\n{lines}")
     }
 }
 
@@ -192,35 +205,9 @@ fn seconds(time: SystemTime) -> Option<f64> {
     time.duration_since(UNIX_EPOCH).ok().map(|since| since.as_secs_f64())
 }
 
-/// The text of the metrics of one run.
-struct Text<'a> {
-    text: String,
-    /// The label `run` of each sample.
-    run: &'a str,
-}
-
-impl Text<'_> {
-    /// Adds a metric, if there is any sample of it: its labels, and its value. One whose name ends with `_total` is a
-    /// counter.
-    fn metric<V: Display>(
-        &mut self,
-        name: &str,
-        help: &str,
-        samples: impl IntoIterator<Item = (Vec<(&'static str, V)>, f64)>,
-    ) {
-        let mut samples = samples.into_iter().peekable();
-        if samples.peek().is_none() {
-            return;
-        }
-        let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
-        self.text += &format!("# HELP ddpmp_{name} {help}\n# TYPE ddpmp_{name} {kind}\n");
-        for (labels, value) in samples {
-            let label = |(name, value): (&str, V)| format!(",{name}=\"{}\"", in_quotes(&value));
-            let labels: String = labels.into_iter().map(label).collect();
-            let (run, value) = (in_quotes(&self.run), number(value));
-            self.text += &format!("ddpmp_{name}{{run=\"{run}\"{labels}}} {value}\n");
-        }
-    }
+/// Returns a label as it follows another.
+fn label(name: &str, value: impl Display) -> String {
+    format!(",{name}=\"{}\"", in_quotes(&value))
 }
 
 /// Returns a label's value as it is written between quotes.

@@ -240,7 +240,7 @@ fn rank_table(
     ranks: usize,
     cells: impl Fn(usize) -> Vec<String>,
 ) -> Vec<String> {
-    let header = (!headings.is_empty()).then(|| [&[String::new()], headings].concat());
+    let header = (!headings.is_empty()).then(|| [&[String::new()][..], headings].concat());
     let rows = shown(ranks).into_iter().map(|rank| match rank {
         Some(rank) => [vec![format!("rank {rank}")], cells(rank)].concat(),
         None => vec!["...".into()],

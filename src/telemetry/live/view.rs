@@ -39,7 +39,7 @@ pub(crate) struct LiveView {
     progress: Arc<Progress>,
     /// Disconnected when the view stops reading the ranks' state.
     looking_rx: Receiver<Infallible>,
-    thread: Option<JoinHandle<io::Result<()>>>,
+    thread: Option<JoinHandle<()>>,
 }
 
 /// How far a run is, for its view.
@@ -53,21 +53,18 @@ struct Progress {
 
 impl LiveView {
     /// Shows the ranks of `source` on the terminal, under `title` and with a label such as `CPU:0` for each. The key to
-    /// stop sets `stop`. Returns `None`, with a note, if the terminal cannot be used.
+    /// stop sets `stop`.
+    ///
+    /// # Errors
+    /// If the terminal cannot be used.
     pub(crate) fn start(
         printer: &Arc<Printer>,
         title: String,
         labels: Vec<String>,
         stop: Option<Arc<StopRequest>>,
         source: Snapshots,
-    ) -> Option<Self> {
-        let screen = match Screen::enter() {
-            Ok(screen) => screen,
-            Err(error) => {
-                printer.report(&format!("--live: the terminal cannot be used: {error}"));
-                return None;
-            }
-        };
+    ) -> io::Result<Self> {
+        let screen = Screen::enter()?;
         let feed = printer.open_live();
         let progress = Arc::<Progress>::default();
         let (looking_tx, looking_rx) = bounded(0);
@@ -84,18 +81,14 @@ impl LiveView {
         let thread = thread::Builder::new().name("live".into());
         let closes = CloseLive(printer.clone());
         let run = move || {
-            let _closes = closes; // also if the view ends before the run
-            view.run(screen)
+            let CloseLive(printer) = &closes; // also if the view ends before the run
+            if let Err(error) = view.run(screen) {
+                printer.report(&format!("--live: the view has ended: {error}"));
+            }
         };
-        match thread.spawn(run) {
-            Ok(thread) => {
-                Some(Self { printer: printer.clone(), progress, looking_rx, thread: Some(thread) })
-            }
-            Err(error) => {
-                printer.report(&not_started("the thread of --live", &error));
-                None
-            }
-        }
+        let refused = |error| io::Error::other(not_started("the thread of --live", &error));
+        let thread = Some(thread.spawn(run).map_err(refused)?);
+        Ok(Self { printer: printer.clone(), progress, looking_rx, thread })
     }
 
     /// Makes the view read the ranks' state one last time, after they have ended. Returns when it has.
@@ -111,14 +104,8 @@ impl LiveView {
 
     /// Waits until the view has closed. [`CloseLive`] of its thread then prints the lines for the terminal.
     fn join(&mut self) {
-        match self.thread.take().map(JoinHandle::join) {
-            Some(Err(_)) => {
-                self.printer.report("--live: the view has failed; the run was not affected")
-            }
-            Some(Ok(Err(error))) => {
-                self.printer.report(&format!("--live: the view has ended: {error}"))
-            }
-            Some(Ok(Ok(()))) | None => {}
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            self.printer.report("--live: the view has failed; the run was not affected");
         }
     }
 }
