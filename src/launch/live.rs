@@ -2,13 +2,14 @@
 
 use std::any::Any;
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use super::RunView;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{RankStatus, RunContext, StopRequest};
-use crate::telemetry::{LiveView, Printer, RankSnapshot, RunSnapshot, Source};
+use crate::telemetry::{LiveView, Printer, RankSnapshot, RunSnapshot};
 
 /// The number of newest entries that a snapshot reads: of all ranks together, and the limits for each.
 const ENTRIES: usize = 4096;
@@ -63,22 +64,21 @@ fn snapshot(run: &RunContext) -> RunSnapshot {
     let now = recorder.now();
     let of_rank = |rank: usize| {
         if !run.local_ranks.contains(&rank) {
-            let unknown = || {
+            let Some((status, age)) = run.remote_snapshots.heartbeat(rank, now) else {
                 let at = OpId { operation: Operation::Start, sequence: 0 };
-                (RankStatus { at, seen: Vec::new() }, Source::Unknown)
+                return RankSnapshot { at, ops: Vec::new(), age: None };
             };
-            let heard = run.remote_snapshots.heartbeat(rank, now);
-            let heard = heard.map(|(status, age)| (status, Source::Heartbeat(age)));
-            let (RankStatus { at, seen: mut ops }, source) = heard.unwrap_or_else(unknown);
+            let RankStatus { at, seen: mut ops } = status;
             ops.retain(|op| op.at.operation != Operation::Gradient);
-            return RankSnapshot { at, ops, source };
+            let age = age.max(Duration::from_nanos(1)); // zero is that of a rank of this process
+            return RankSnapshot { at, ops, age: Some(age) };
         }
         let newest = recorder.entries(rank, recorder.count(rank).saturating_sub(entries));
         let lasting = newest.filter(|op| op.at.operation != Operation::Gradient);
         let at = run.activity[rank].now();
         // As of `now`: the ranks are read one after the other.
         let ops = lasting.filter_map(|op| op.seen_at(now)).collect();
-        RankSnapshot { at, ops, source: Source::Direct }
+        RankSnapshot { at, ops, age: Some(Duration::ZERO) }
     };
     RunSnapshot {
         now,

@@ -38,7 +38,7 @@ pub use language::Language;
 #[cfg(feature = "cli")]
 pub(crate) use language::filled;
 #[cfg(feature = "cli")]
-pub(crate) use live::{LiveView, RankSnapshot, RunSnapshot, Source};
+pub(crate) use live::{LiveView, RankSnapshot, RunSnapshot};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub(crate) use metrics::MetricsFile;
