@@ -67,12 +67,13 @@ impl Curves {
             let end = after.lines().next()?;
             Some(page.split_once(begin)?.1.split_once(end)?.0)
         });
-        let data: Option<Value> = data.and_then(|data| serde_json::from_str(data).ok());
-        let data = data.as_ref();
-        Self {
-            train: points(data, "train", |it: &TrainMetrics| it.step <= step),
-            validation: points(data, "validation", |it: &ValidationMetrics| it.step <= step),
-        }
+        let data = data.and_then(|data| serde_json::from_str(data).ok());
+        let data: Value = data.unwrap_or_default();
+        let mut curves =
+            Self { train: points(&data["train"]), validation: points(&data["validation"]) };
+        curves.train.retain(|point| point.step <= step);
+        curves.validation.retain(|point| point.step <= step);
+        curves
     }
 
     /// Returns the mean loss of the first quarter of the points, and of the last. `None` with fewer than four.
@@ -81,19 +82,15 @@ impl Curves {
         let mean = |points: &[TrainMetrics]| {
             points.iter().map(|point| point.loss).sum::<f64>() / quarter as f64
         };
-        let first = self.train.get(..quarter).filter(|points| !points.is_empty())?;
-        Some([mean(first), mean(&self.train[self.train.len() - quarter..])])
+        let ends = [&self.train[..quarter], &self.train[self.train.len() - quarter..]];
+        (quarter > 0).then(|| ends.map(mean))
     }
 }
 
-/// Returns the points of the curve `name` that `are_wanted`, without those that are not finite.
-fn points<T: DeserializeOwned>(
-    data: Option<&Value>,
-    name: &str,
-    are_wanted: impl Fn(&T) -> bool,
-) -> Vec<T> {
-    let all = data.and_then(|data| data[name].as_array()).into_iter().flatten();
-    all.filter_map(|point| T::deserialize(point).ok()).filter(are_wanted).collect()
+/// Returns the points of a curve, without those that are not finite.
+fn points<T: DeserializeOwned>(curve: &Value) -> Vec<T> {
+    let all = curve.as_array().into_iter().flatten();
+    all.filter_map(|point| T::deserialize(point).ok()).collect()
 }
 
 impl Page<'_> {
