@@ -42,7 +42,7 @@ pub(crate) use metrics::MetricsFile;
 pub use metrics_logger::MetricsLogger;
 pub(crate) use output::{Marks, Output};
 pub use printer::{LogFormat, Printer, unwritable_stdout};
-pub(crate) use printer::{rate_text, validation_text};
+pub(crate) use printer::{train_texts, validation_text};
 pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
 pub use step_record::RecordFile;
 pub(crate) use step_record::{

@@ -321,12 +321,10 @@ impl Printer {
 
     /// Shows the metrics of training.
     pub(super) fn progress(&self, metrics: &TrainMetrics) {
-        let TrainMetrics { step, loss, lr, .. } = *metrics;
         match &mut *self.display.lock() {
             Display::Nothing => {}
             Display::Progress(progress) => {
-                let rate = rate_text(metrics);
-                progress.set(step, Some(format!("loss {loss:.4}, lr {lr:.3e}, {rate}")));
+                progress.set(metrics.step, Some(train_texts(metrics).join(", ")));
             }
             Display::Live(feed) => feed.lock().points.push(metrics.clone()),
         }
@@ -366,12 +364,14 @@ impl Printer {
     }
 }
 
-/// Returns the rate of training, such as `1234 samples/s`.
-pub(crate) fn rate_text(metrics: &TrainMetrics) -> String {
-    match metrics.tokens_per_second {
+/// Returns the loss, the learning rate and the rate of training, such as `1234 samples/s`.
+pub(crate) fn train_texts(metrics: &TrainMetrics) -> [String; 3] {
+    let TrainMetrics { loss, lr, samples_per_second, tokens_per_second, .. } = metrics;
+    let rate = match tokens_per_second {
         Some(tokens) => format!("{tokens:.0} tokens/s"),
-        None => format!("{:.0} samples/s", metrics.samples_per_second),
-    }
+        None => format!("{samples_per_second:.0} samples/s"),
+    };
+    [format!("loss {loss:.4}"), format!("lr {lr:.3e}"), rate]
 }
 
 /// Returns the numbers of a validation: `loss 1.234567, accuracy 51.20 %, f1 0.765432`.

@@ -14,7 +14,7 @@ use strum::IntoEnumIterator;
 
 use super::lanes::Phase;
 use super::state::LiveState;
-use crate::telemetry::rate_text;
+use crate::telemetry::train_texts;
 
 /// Whether the view uses colours. Its letters say the same.
 #[derive(Debug, Clone, Copy)]
@@ -90,12 +90,7 @@ fn draw_header(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Them
     }
     first.push(format!("{} passed", clock(state.now)));
     first.extend(state.time_left().map(|left| format!("{} left", clock(left))));
-    let mut second = Vec::new();
-    if let Some(metrics) = &state.metrics {
-        second.push(format!("loss {:.4}", metrics.loss));
-        second.push(format!("lr {:.3e}", metrics.lr));
-        second.push(rate_text(metrics));
-    }
+    let mut second = state.metrics.as_ref().map_or(Vec::new(), |it| train_texts(it).to_vec());
     second.extend(state.steps_per_second().map(|rate| format!("{rate:.1} steps/s")));
     let failed = state.failed.map(|rank| format!("rank {rank} has failed; the run ends"));
     let third = match failed.or_else(|| state.straggler()) {
