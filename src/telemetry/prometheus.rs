@@ -121,6 +121,9 @@ impl PrometheusFile {
         let step = train.map_or(*first_step, |train| train.step);
         let step = step.max(end.as_ref().map_or(0, |end| end.steps)) as f64;
         let skipped = train.and_then(|it| it.skipped_steps).map(|steps| steps as f64);
+        let grad_norm = train.and_then(|it| it.grad_norm);
+        let bits = validation.and_then(|it| it.bits_per_token);
+        let accuracy = validation.and_then(|it| it.accuracy);
         for (name, help, value) in [
             ("start_time_seconds", "Time of this start, since the epoch", seconds(*began)),
             (
@@ -135,25 +138,13 @@ impl PrometheusFile {
             ("epoch", "Epoch, from 0", train.map(|it| it.epoch as f64)),
             ("loss", "Mean loss since the last update", train.map(|it| it.loss)),
             ("learning_rate", "Learning rate of the last step", train.map(|it| it.lr)),
-            (
-                "gradient_norm",
-                "Norm of the last step's gradients",
-                train.and_then(|it| it.grad_norm),
-            ),
+            ("gradient_norm", "Norm of the last step's gradients", grad_norm),
             ("step_seconds", "Mean duration of a step", train.map(|it| it.step_us / 1e6)),
             ("samples_per_second", "Samples of all ranks", train.map(|it| it.samples_per_second)),
             ("tokens_per_second", "Tokens of all ranks", train.and_then(|it| it.tokens_per_second)),
             ("validation_loss", "Loss of the last validation", validation.map(|it| it.loss)),
-            (
-                "validation_bits_per_token",
-                "Loss of the last validation in bits",
-                validation.and_then(|it| it.bits_per_token),
-            ),
-            (
-                "validation_accuracy",
-                "Accuracy of the last validation, from 0 to 1",
-                validation.and_then(|it| it.accuracy),
-            ),
+            ("validation_bits_per_token", "Loss of the last validation in bits", bits),
+            ("validation_accuracy", "Accuracy of the last validation, from 0 to 1", accuracy),
         ] {
             text += &self.metric(name, help, value.map(|value| (String::new(), value)));
         }

@@ -139,11 +139,8 @@ pub(super) const MAX_TRACKS: usize = 62;
 
 /// Returns the first track that is free at `from`, the last one if none is, and occupies it until `to`.
 fn free(track_ends: &mut Vec<Duration>, from: Duration, to: Duration) -> usize {
-    let track = track_ends
-        .iter()
-        .position(|end| *end <= from)
-        .unwrap_or(track_ends.len())
-        .min(MAX_TRACKS - 1);
+    let free = track_ends.iter().position(|end| *end <= from);
+    let track = free.unwrap_or(track_ends.len()).min(MAX_TRACKS - 1);
     track_ends.resize(track_ends.len().max(track + 1), to);
     track_ends[track] = to;
     track

@@ -95,15 +95,12 @@ pub struct ExplainedStep {
 impl ExplainedStep {
     /// Returns the factors of the losses of the first few ranks, such as `17 * 2 / 33, 16 * 2 / 33`; `None` without any.
     fn factors(&self, run_info: &RunInfo) -> Option<String> {
-        let (ranks, all) =
-            (self.ranks.len(), self.ranks.iter().map(|rank| rank.count).sum::<usize>());
+        let ranks = self.ranks.len();
+        let all: usize = self.ranks.iter().map(|rank| rank.count).sum();
         let factor = |rank: &RankStep| format!("{} * {ranks} / {all}", rank.count);
-        let mut factors: Vec<String> =
-            self.ranks.iter().take(MAX_LISTED_RANKS).map(factor).collect();
-        if ranks > MAX_LISTED_RANKS {
-            factors.push("...".into());
-        }
-        (run_info.exact_mean && ranks > 1).then(|| factors.join(", "))
+        let factors = self.ranks.iter().take(MAX_LISTED_RANKS).map(factor);
+        let factors = factors.chain((ranks > MAX_LISTED_RANKS).then(|| "...".into()));
+        (run_info.exact_mean && ranks > 1).then(|| factors.collect::<Vec<_>>().join(", "))
     }
 }
 

@@ -84,14 +84,8 @@ impl<'a> Tracks<'a> {
         }
         let operations = Operation::iter().map(|operation| operation.to_string()).collect();
         let may_wait = Operation::iter().map(Operation::may_wait).collect();
-        Self {
-            end: micros(dump.taken),
-            lost,
-            operations,
-            may_wait,
-            places: call_sites.names,
-            ranks,
-        }
+        let (end, places) = (micros(dump.taken), call_sites.names);
+        Self { end, lost, operations, may_wait, places, ranks }
     }
 }
 
