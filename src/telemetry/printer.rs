@@ -180,16 +180,11 @@ impl Printer {
         let first = reports.first_mut().filter(|report| report.rank == 0);
         let loss = first.as_ref().map(|report| report.loss);
         let validation = first.and_then(|report| report.validation.take());
-        for report in reports {
-            self.event(&Event::Epoch(report))?;
-        }
+        reports.into_iter().map(Event::Epoch).try_for_each(|report| self.event(&report))?;
         if let (LogFormat::Text, Some(loss)) = (self.format, loss) {
             self.info(&format!("epoch {number}: loss {loss:.6}"));
         }
-        match validation {
-            Some(metrics) => self.event(&Event::Validation(metrics)),
-            None => Ok(()),
-        }
+        validation.map_or(Ok(()), |metrics| self.event(&Event::Validation(metrics)))
     }
 
     /// Prints the reports of epochs that not all ranks finished.
@@ -197,11 +192,8 @@ impl Printer {
     /// # Errors
     /// The errors of [`Printer::event`].
     pub fn flush_epochs(&self) -> io::Result<()> {
-        let reports = std::mem::take(&mut *self.waiting.lock());
-        for report in reports.into_values().flatten() {
-            self.event(&Event::Epoch(report))?;
-        }
-        Ok(())
+        let reports = std::mem::take(&mut *self.waiting.lock()).into_values().flatten();
+        reports.map(Event::Epoch).try_for_each(|report| self.event(&report))
     }
 
     /// Prints a result: `object` as a line of JSON, or the text that `write` writes.
