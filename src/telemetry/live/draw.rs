@@ -246,7 +246,8 @@ mod tests {
         RunSnapshot {
             now: Duration::from_millis(200),
             ranks: (0..ranks).map(of_rank).collect(),
-            ..RunSnapshot::default()
+            groups: [(0, (0..ranks).collect())].into(),
+            failed: None,
         }
     }
 

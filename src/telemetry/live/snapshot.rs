@@ -15,7 +15,7 @@ pub(crate) struct RunSnapshot {
     pub now: Duration,
     /// In the order of ranks.
     pub ranks: Vec<RankSnapshot>,
-    /// The ranks of each group. The group of all ranks, 0, is left out.
+    /// The ranks of each group. Group 0 has all ranks.
     pub groups: BTreeMap<u32, Arc<[usize]>>,
     /// The rank that failed first; `None` if none has.
     pub failed: Option<usize>,
@@ -48,11 +48,8 @@ impl RunSnapshot {
             let heard = self.now.saturating_sub(age.saturating_add(HEARTBEAT));
             (age.is_zero() || heard >= op.started_at) && !has_entered(ops, collective)
         };
-        match self.groups.get(&collective.0) {
-            Some(members) => members.iter().copied().filter(is_missing).collect(),
-            None if collective.0 == 0 => (0..self.ranks.len()).filter(is_missing).collect(),
-            None => Vec::new(),
-        }
+        let members = self.groups.get(&collective.0).into_iter().flat_map(|members| members.iter());
+        members.copied().filter(is_missing).collect()
     }
 }
 
@@ -73,8 +70,9 @@ mod tests {
     fn snapshot(now: u64, ranks: Vec<Vec<OpEntry>>) -> RunSnapshot {
         let at = OpId { operation: Operation::UserCode, sequence: 0 };
         let rank = |ops| RankSnapshot { at, ops, age: Some(Duration::ZERO) };
+        let groups = [(0, (0..ranks.len()).collect())].into();
         let ranks = ranks.into_iter().map(rank).collect();
-        RunSnapshot { now: Duration::from_millis(now), ranks, ..RunSnapshot::default() }
+        RunSnapshot { now: Duration::from_millis(now), ranks, groups, failed: None }
     }
 
     #[test]

@@ -75,7 +75,6 @@ impl LiveView {
             stop,
             theme: Theme::from_env(),
             progress: progress.clone(),
-            keys: keys(),
             snapshot_at: Instant::now(),
         };
         let thread = thread::Builder::new().name("live".into());
@@ -170,7 +169,6 @@ struct View {
     stop: Option<Arc<StopRequest>>,
     theme: Theme,
     progress: Arc<Progress>,
-    keys: &'static Receiver<KeyEvent>,
     /// The moment of the last snapshot.
     snapshot_at: Instant,
 }
@@ -233,7 +231,7 @@ impl View {
         while !(self.is_over() || (runs && self.progress.ranks_ended.load(Ordering::Acquire)))
             && began.elapsed() < time
         {
-            match self.keys.recv_timeout(KEY_WAIT) {
+            match keys().recv_timeout(KEY_WAIT) {
                 Ok(key) => return self.press(screen, key),
                 Err(RecvTimeoutError::Timeout) => {}
                 // Without a terminal for input there are no keys.
@@ -251,13 +249,10 @@ impl View {
             self.progress.closes.store(true, Ordering::Release);
             return Ok(());
         }
+        let is_control = key.modifiers.contains(KeyModifiers::CONTROL);
         match key.code {
-            KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => {
-                terminal::interrupt();
-            }
-            KeyCode::Char('l') if key.modifiers.contains(KeyModifiers::CONTROL) => {
-                screen.clear()?;
-            }
+            KeyCode::Char('c') if is_control => terminal::interrupt(),
+            KeyCode::Char('l') if is_control => screen.clear()?,
             KeyCode::Up | KeyCode::Char('k') => self.state.scroll(-1),
             KeyCode::Down | KeyCode::Char('j') => self.state.scroll(1),
             KeyCode::Char('s' | 'q') => {
