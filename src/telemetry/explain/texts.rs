@@ -151,11 +151,10 @@ impl Explainer {
     /// Returns the headings of samples, loss, gradient, mean and weight. `num_samples` is `None` if the ranks have
     /// different numbers of samples.
     pub(super) fn columns(&self, num_samples: Option<usize>) -> Vec<String> {
+        let equal = ["column_one_sample", "column_equal_samples"];
         let samples = match num_samples {
             None => self.text("column_samples"),
-            Some(count) => {
-                self.counted(["column_one_sample", "column_equal_samples"], count as u64)
-            }
+            Some(count) => self.counted(equal, count as u64),
         };
         let others = ["column_loss", "column_gradient", "column_averaged", "column_weight"];
         std::iter::once(samples).chain(others.map(|key| self.text(key))).collect()

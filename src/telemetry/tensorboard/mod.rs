@@ -9,7 +9,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use prost::Message;
 
 use crate::files::{Appender, Place};
-use messages::{EventMessage, Histogram, Kind, SessionLog, Summary, Value, What};
+use messages::{EventMessage, Histogram, SessionLog, Summary, Value};
 
 /// A writer of one event file in the folder of a run. Follows `torch.utils.tensorboard.SummaryWriter`.
 ///
@@ -59,7 +59,8 @@ impl TensorBoard {
             }
         };
         let mut created = Self { out, path };
-        created.write(0, What::FileVersion("brain.Event:2".into()))?;
+        let file_version = Some("brain.Event:2".into());
+        created.write(0, EventMessage { file_version, ..EventMessage::default() })?;
         Ok(created)
     }
 
@@ -69,7 +70,8 @@ impl TensorBoard {
     /// # Errors
     /// When it cannot be written, like the functions below.
     pub fn purge_from(&mut self, step: u64) -> io::Result<()> {
-        self.write(step, What::SessionLog(SessionLog { status: 1 }))
+        let session_log = Some(SessionLog { status: 1 });
+        self.write(step, EventMessage { session_log, ..EventMessage::default() })
     }
 
     /// Returns the path of the file.
@@ -82,7 +84,8 @@ impl TensorBoard {
     /// # Errors
     /// When it cannot be written, like the functions below.
     pub fn scalar(&mut self, tag: &str, step: u64, value: f64) -> io::Result<()> {
-        self.value(tag, step, Kind::SimpleValue(value as f32))
+        let simple_value = Some(value as f32);
+        self.value(step, Value { tag: tag.into(), simple_value, histogram: None })
     }
 
     /// Writes a histogram of `values`. Infinite values and NaN are left out.
@@ -90,7 +93,8 @@ impl TensorBoard {
     /// # Errors
     /// The errors of [`scalar`](Self::scalar).
     pub fn histogram(&mut self, tag: &str, step: u64, values: &[f32]) -> io::Result<()> {
-        self.value(tag, step, Kind::Histogram(histogram(values)))
+        let histogram = Some(histogram(values));
+        self.value(step, Value { tag: tag.into(), simple_value: None, histogram })
     }
 
     /// Writes all pending records to the file. This also happens after each 64 KiB, and on drop.
@@ -101,14 +105,14 @@ impl TensorBoard {
         self.out.flush()
     }
 
-    fn value(&mut self, tag: &str, step: u64, kind: Kind) -> io::Result<()> {
-        let value = Value { tag: tag.into(), kind: Some(kind) };
-        self.write(step, What::Summary(Summary { value: vec![value] }))
+    fn value(&mut self, step: u64, value: Value) -> io::Result<()> {
+        let summary = Some(Summary { value: vec![value] });
+        self.write(step, EventMessage { summary, ..EventMessage::default() })
     }
 
     /// Writes a record: its length and contents, each with a checksum.
-    fn write(&mut self, step: u64, what: What) -> io::Result<()> {
-        let event = EventMessage { wall_time: seconds(), step: step as i64, what: Some(what) };
+    fn write(&mut self, step: u64, event: EventMessage) -> io::Result<()> {
+        let event = EventMessage { wall_time: seconds(), step: step as i64, ..event };
         let contents = event.encode_to_vec();
         let length = (contents.len() as u64).to_le_bytes();
         for part in [&length[..], &contents] {
@@ -199,15 +203,13 @@ mod tests {
         board.flush().unwrap();
         let events = read(board.path());
         assert_eq!(events.len(), 3);
-        assert_eq!(events[0].what, Some(What::FileVersion("brain.Event:2".into())));
-        let values = events[1..].iter().map(|event| match &event.what {
-            Some(What::Summary(summary)) => (event.step, summary.value[0].clone()),
-            other => panic!("{other:?}"),
-        });
+        assert_eq!(events[0].file_version.as_deref(), Some("brain.Event:2"));
+        let values = events[1..].iter();
+        let values = values.map(|it| (it.step, it.summary.as_ref().unwrap().value[0].clone()));
         let values: Vec<(i64, Value)> = values.collect();
-        let loss = Value { tag: "loss".into(), kind: Some(Kind::SimpleValue(0.5)) };
+        let loss = Value { tag: "loss".into(), simple_value: Some(0.5), histogram: None };
         assert_eq!(values[0], (7, loss));
-        let Some(Kind::Histogram(histogram)) = &values[1].1.kind else { panic!("{values:?}") };
+        let histogram = values[1].1.histogram.as_ref().unwrap();
         assert_eq!((histogram.num, histogram.sum, histogram.sum_squares), (3., 5., 9.));
         assert_eq!((histogram.bucket[0], histogram.bucket[BUCKETS - 1]), (1., 2.));
         assert_eq!(histogram.bucket_limit.last(), Some(&2.));
