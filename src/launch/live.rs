@@ -68,8 +68,7 @@ fn snapshot(run: &RunContext) -> RunSnapshot {
                 let at = OpId { operation: Operation::Start, sequence: 0 };
                 return RankSnapshot { at, ops: Vec::new(), age: None };
             };
-            let RankStatus { at, seen: mut ops } = status;
-            ops.retain(|op| op.at.operation != Operation::Gradient);
+            let RankStatus { at, seen: ops } = status;
             let age = age.max(Duration::from_nanos(1)); // zero is that of a rank of this process
             return RankSnapshot { at, ops, age: Some(age) };
         }

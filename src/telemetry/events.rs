@@ -2,6 +2,7 @@
 
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Serialize, Serializer};
+use serde_json::Value;
 use serde_with::skip_serializing_none;
 
 use super::Straggler;
@@ -174,17 +175,13 @@ pub struct RankEnd {
 
 /// Serializes a list for each number of the ranks.
 fn by_rank<S: Serializer>(ranks: &[RankEnd], to: S) -> Result<S::Ok, S::Error> {
-    fn list<T>(ranks: &[RankEnd], number: fn(&RankEnd) -> T) -> Vec<T> {
-        ranks.iter().map(number).collect()
-    }
-    let mut lists = to.serialize_map(Some(4))?;
-    lists.serialize_entry("bytes_sent_by_rank", &list(ranks, |rank| rank.bytes_sent))?;
-    lists.serialize_entry("bytes_received_by_rank", &list(ranks, |rank| rank.bytes_received))?;
-    let waits = list(ranks, |rank| rank.data_wait_seconds);
-    lists.serialize_entry("data_wait_seconds_by_rank", &waits)?;
-    let collectives = list(ranks, |rank| rank.phases.collectives);
-    lists.serialize_entry("collective_seconds_by_rank", &collectives)?;
-    lists.end()
+    let numbers: [(&str, fn(&RankEnd) -> Value); 4] = [
+        ("bytes_sent_by_rank", |rank| rank.bytes_sent.into()),
+        ("bytes_received_by_rank", |rank| rank.bytes_received.into()),
+        ("data_wait_seconds_by_rank", |rank| rank.data_wait_seconds.into()),
+        ("collective_seconds_by_rank", |rank| rank.phases.collectives.into()),
+    ];
+    to.collect_map(numbers.map(|(name, of)| (name, ranks.iter().map(of).collect::<Vec<_>>())))
 }
 
 /// Serializes who failed, and where. `null` where that is not known, because the process of all ranks was killed. A

@@ -7,7 +7,6 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::slices::{MAX_TRACKS, Slice, gpu_slices, micros, slices};
@@ -44,20 +43,6 @@ pub(crate) fn write_trace(dump: &FlightRecorderDump, out: &mut dyn Write) -> io:
 }
 
 const MARKS: Marks = Marks { begins: "{\"traceEvents\":[", before: ",\"xxh3\":\"", after: "\"}\n" };
-
-/// One event. The fields' names are those of the format.
-#[derive(Serialize)]
-struct TraceEvent<'a> {
-    name: &'a str,
-    ph: &'a str,
-    pid: usize,
-    tid: usize,
-    /// Start, in microseconds.
-    ts: f64,
-    /// The fields that only some kinds of events have.
-    #[serde(flatten)]
-    more: Value,
-}
 
 struct Trace<'a> {
     dump: &'a FlightRecorderDump,
@@ -244,12 +229,18 @@ impl Trace<'_> {
         self.event("M", "thread_sort_index", tid, 0.0, json!({ "args": { "sort_index": tid } }))
     }
 
-    /// Writes an event of the kind `ph` on track `tid`, which starts at `ts`.
+    /// Writes an event of the kind `ph` on track `tid`, which starts at `ts`, in microseconds. `more` has the fields that only
+    /// some kinds have. The fields' names are those of the format.
     fn event(&mut self, ph: &str, name: &str, tid: usize, ts: f64, more: Value) -> io::Result<()> {
         if !std::mem::replace(&mut self.first, false) {
             self.out.write_all(b",\n")?;
         }
-        let event = TraceEvent { name, ph, pid: self.dump.process[0], tid, ts, more };
+        let mut event = more;
+        event["name"] = name.into();
+        event["ph"] = ph.into();
+        event["pid"] = self.dump.process[0].into();
+        event["tid"] = tid.into();
+        event["ts"] = ts.into();
         serde_json::to_writer(&mut *self.out, &event).map_err(io::Error::from)
     }
 
