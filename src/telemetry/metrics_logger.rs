@@ -81,8 +81,8 @@ impl MetricsLogger {
     /// [`Error::Write`], like the functions below.
     pub fn begin(&mut self, steps: u64, done: u64) -> Result<()> {
         self.printer.start_progress(steps, done);
-        if let Some(tensorboard) = self.tensorboard.as_mut().filter(|_| self.continues) {
-            tensorboard.purge_from(done + 1).map_err(board)?;
+        if self.continues {
+            self.board(|board| board.purge_from(done + 1))?;
         }
         self.prometheus.as_ref().map_or(Ok(()), |file| file.begin(done))
     }
@@ -107,8 +107,7 @@ impl MetricsLogger {
         if let Some(file) = &self.prometheus {
             file.write(|latest| latest.train = Some(metrics.clone()))?;
         }
-        self.row(TRAIN, metrics)?;
-        self.flush() // a run that is killed keeps every row written so far
+        self.row(TRAIN, metrics)
     }
 
     /// Writes validation metrics. TensorBoard also receives histograms of `state_dict`.
@@ -125,20 +124,19 @@ impl MetricsLogger {
             [("loss", Some(loss)), ("bits_per_token", bits_per_token), ("accuracy", accuracy)];
         let others = metrics.metrics.iter().map(|(name, value)| (name.as_str(), Some(*value)));
         self.scalars(VALIDATION, step, scalars.into_iter().chain(others))?;
-        if let Some(tensorboard) = &mut self.tensorboard {
+        if self.tensorboard.is_some() {
             for (name, tensor) in state_dict {
                 let values =
                     tensor.f_to_kind(Kind::Float).and_then(|tensor| tensor.f_flatten(0, -1));
                 let values = values.and_then(Vec::<f32>::try_from).doing("flatten")?;
-                tensorboard.histogram(&format!("model/{name}"), step, &values).map_err(board)?;
+                self.board(|board| board.histogram(&format!("model/{name}"), step, &values))?;
             }
         }
         self.draw(|curves| curves.validation.push(metrics.clone()));
         if let Some(file) = &self.prometheus {
             file.write(|latest| latest.validation = Some(metrics.clone()))?;
         }
-        self.row(VALIDATION, metrics)?;
-        self.flush()
+        self.row(VALIDATION, metrics)
     }
 
     /// Ends logging: removes the progress bar and writes all metrics to TensorBoard's file.
@@ -147,11 +145,13 @@ impl MetricsLogger {
     /// [`Error::Write`].
     pub fn end(&mut self) -> Result<()> {
         self.printer.end_progress();
-        self.flush()
+        self.board(TensorBoard::flush)
     }
 
-    fn flush(&mut self) -> Result<()> {
-        self.tensorboard.as_mut().map_or(Ok(()), TensorBoard::flush).map_err(board)
+    /// Writes to TensorBoard's file, if there is one.
+    fn board(&mut self, write: impl FnOnce(&mut TensorBoard) -> io::Result<()>) -> Result<()> {
+        let written = self.tensorboard.as_mut().map_or(Ok(()), write);
+        written.map_err(|error| output_failed("--tensorboard", &error))
     }
 
     fn draw(&self, add: impl FnOnce(&mut Curves)) {
@@ -167,15 +167,16 @@ impl MetricsLogger {
         step: u64,
         scalars: impl IntoIterator<Item = (&'a str, Option<f64>)>,
     ) -> Result<()> {
-        let Some(tensorboard) = &mut self.tensorboard else { return Ok(()) };
-        for (name, value) in scalars.into_iter().filter_map(|(name, value)| Some((name, value?))) {
-            tensorboard.scalar(&format!("{kind}/{name}"), step, value).map_err(board)?;
-        }
-        Ok(())
+        self.board(|board| {
+            let mut known = scalars.into_iter().filter_map(|(name, value)| Some((name, value?)));
+            known.try_for_each(|(name, value)| board.scalar(&format!("{kind}/{name}"), step, value))
+        })
     }
 
+    /// Writes a row, and all that is pending: a run that is killed keeps every row written so far.
     fn row(&mut self, event: &str, metrics: &impl Serialize) -> Result<()> {
-        self.metrics.as_mut().map_or(Ok(()), |file| file.row(event, metrics))
+        self.metrics.as_mut().map_or(Ok(()), |file| file.row(event, metrics))?;
+        self.board(TensorBoard::flush)
     }
 }
 
@@ -189,8 +190,4 @@ pub(super) fn add_point<T>(curve: &mut Vec<T>, most: usize, point: T) {
         });
     }
     curve.push(point);
-}
-
-fn board(error: io::Error) -> Error {
-    output_failed("--tensorboard", &error)
 }
