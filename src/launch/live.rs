@@ -27,13 +27,13 @@ pub(crate) struct Live {
 /// The view, while it is shown.
 pub(crate) type ShownView = Arc<Mutex<Option<LiveView>>>;
 
-/// Stops the view's reads of the ranks' state when it is dropped, after the ranks have ended.
-struct EndRanks(ShownView);
+/// Tells the view how the ranks of a run have ended, when it is dropped.
+struct EndRanks(ShownView, Arc<RunContext>);
 
 impl Drop for EndRanks {
     fn drop(&mut self) {
         if let Some(view) = &*self.0.lock() {
-            view.end_ranks();
+            view.end_ranks(snapshot(&self.1));
         }
     }
 }
@@ -46,13 +46,14 @@ impl RunView for Live {
         stop: Option<Arc<StopRequest>>,
     ) -> Option<Box<dyn Any>> {
         let (run, title) = (run.clone(), self.title.clone());
+        let ended = EndRanks(self.shown.clone(), run.clone());
         let source = Box::new(move || snapshot(&run));
         let view = LiveView::start(&self.printer, title, labels, stop, source);
         let view = view.map_err(|error| {
             self.printer.report(&format!("--live: the terminal cannot be used: {error}"));
         });
         *self.shown.lock() = Some(view.ok()?);
-        Some(Box::new(EndRanks(self.shown.clone())))
+        Some(Box::new(ended))
     }
 }
 

@@ -90,10 +90,8 @@ const LASTING_ELSEWHERE: Duration = Duration::from_secs(2);
 /// Returns the lane of `rank`.
 pub(super) fn lane(snapshot: &RunSnapshot, rank: usize) -> Lane {
     let RankSnapshot { at, ops, age } = &snapshot.ranks[rank];
-    let mut phase = Phase::of(at.operation);
-    if snapshot.failed == Some(rank) {
-        phase = Phase::Failed;
-    }
+    let has_failed = snapshot.failed == Some(rank);
+    let mut phase = if has_failed { Phase::Failed } else { Phase::of(at.operation) };
     if matches!(phase, Phase::Failed | Phase::Ended) {
         return Lane { phase, text: at.to_string() };
     }
