@@ -228,7 +228,7 @@ impl Session {
         let count = joined_launch.world_size();
         let title =
             format!("{} on {} ({})", config.model_name(), counted(count, "rank"), self.backend());
-        let is_shown = printer.shows_live() && joined_launch.is_first();
+        let is_shown = printer.shows_live && joined_launch.is_first();
         let (printer, shown) = (printer.clone(), self.live.clone());
         is_shown.then(|| Arc::new(Live { printer, title, shown }) as Arc<dyn RunView>)
     }

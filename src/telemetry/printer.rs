@@ -40,7 +40,7 @@ pub struct Printer {
     waiting: Mutex<BTreeMap<u64, Vec<Epoch>>>,
     display: Mutex<Display>,
     /// Whether the live view is to be shown, and can be.
-    shows_live: bool,
+    pub(crate) shows_live: bool,
     /// Whether notes and the progress bar are left out.
     is_quiet: bool,
 }
@@ -72,11 +72,6 @@ impl Printer {
         Self { shows_live: wanted && screen_problem().is_none(), ..self }
     }
 
-    /// Returns whether the live view is to be shown, and can be.
-    pub(crate) fn shows_live(&self) -> bool {
-        self.shows_live
-    }
-
     /// Returns the format of results.
     pub fn format(&self) -> LogFormat {
         self.format
@@ -87,8 +82,16 @@ impl Printer {
     /// # Errors
     /// When stdout cannot be written, unless its reader has closed the pipe.
     pub fn event(&self, event: &Event) -> io::Result<()> {
-        if let Event::End(end) = event {
-            self.skipped_steps(end);
+        if let Event::End(end) = event
+            && let Some(skipped @ 1..) = end.skipped_steps
+        {
+            let why = match end.scale {
+                Some(scale) => {
+                    format!("scaled gradients were not finite; the loss scale is {scale} now")
+                }
+                None => "losses or gradients were not finite".into(),
+            };
+            self.info(&format!("{skipped} of {} steps skipped: {why}", end.steps));
         }
         if self.format == LogFormat::Json {
             return self.object(event);
@@ -107,18 +110,6 @@ impl Printer {
             Event::Failure { .. } => {} // its text goes to stderr, with all that is known
         }
         Ok(())
-    }
-
-    /// Prints how many steps of a run were skipped, if any were.
-    fn skipped_steps(&self, end: &End) {
-        let Some(skipped @ 1..) = end.skipped_steps else { return };
-        let why = match end.scale {
-            Some(scale) => {
-                format!("scaled gradients were not finite; the loss scale is {scale} now")
-            }
-            None => "losses or gradients were not finite".into(),
-        };
-        self.info(&format!("{skipped} of {} steps skipped: {why}", end.steps));
     }
 
     /// Prints how a run ended.

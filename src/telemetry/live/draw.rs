@@ -80,14 +80,11 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &LiveState, theme: Theme) {
 fn draw_header(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme) {
     let bold = Style::new().add_modifier(Modifier::BOLD);
     let mut first = vec![state.title.clone()];
-    if let Some(step) = state.step {
-        first.push(match state.steps {
-            Some(steps) if steps > 0 => {
-                format!("step {step} of {steps} ({:.0} %)", 100.0 * step as f64 / steps as f64)
-            }
-            _ => format!("step {step}"),
-        });
-    }
+    first.extend(state.step.map(|step| {
+        let percent = |all: u64| format!(" of {all} ({:.0} %)", 100.0 * step as f64 / all as f64);
+        let of_all = state.steps.filter(|steps| *steps > 0).map(percent);
+        format!("step {step}{}", of_all.unwrap_or_default())
+    }));
     first.push(format!("{} passed", clock(state.now)));
     first.extend(state.time_left().map(|left| format!("{} left", clock(left))));
     let mut second = state.metrics.as_ref().map_or(Vec::new(), |it| train_texts(it).to_vec());

@@ -55,7 +55,7 @@ impl LiveView {
         stop: Option<Arc<StopRequest>>,
         source: Snapshots,
     ) -> io::Result<Self> {
-        let screen = Screen::enter()?;
+        let screen = Screen::enter(printer)?;
         let feed = printer.open_live();
         let (last, closes) = (Arc::<OnceLock<_>>::default(), Arc::<AtomicBool>::default());
         let view = View {
@@ -69,11 +69,10 @@ impl LiveView {
             snapshot_at: Instant::now(),
         };
         let thread = thread::Builder::new().name("live".into());
-        let close_live = CloseLive(printer.clone());
+        let reporter = printer.clone();
         let run = move || {
-            let CloseLive(printer) = &close_live; // also if the view ends before the run
             if let Err(error) = view.run(screen) {
-                printer.report(&format!("--live: the view has ended: {error}"));
+                reporter.report(&format!("--live: the view has ended: {error}"));
             }
         };
         let refused = |error| io::Error::other(not_started("the thread of --live", &error));
@@ -91,21 +90,11 @@ impl LiveView {
         self.join();
     }
 
-    /// Waits until the view has closed. [`CloseLive`] of its thread then prints the lines for the terminal.
+    /// Waits until the view has closed. Its [`Screen`] then prints the lines for the terminal.
     fn join(&mut self) {
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             self.printer.report("--live: the view has failed; the run was not affected");
         }
-    }
-}
-
-/// Gives the terminal's lines back to the printer when it is dropped: at the end of the view's thread, and where that cannot
-/// be started.
-struct CloseLive(Arc<Printer>);
-
-impl Drop for CloseLive {
-    fn drop(&mut self) {
-        self.0.close_live();
     }
 }
 
@@ -116,19 +105,22 @@ impl Drop for LiveView {
     }
 }
 
-/// The terminal while it shows a view. Brought back to normal when it is dropped.
+/// The terminal while it shows a view. Brought back to normal when it is dropped: at the end of the view's thread, which may be
+/// before that of the run, and where that thread cannot be started.
 struct Screen {
     terminal: Terminal<CrosstermBackend<BufWriter<Stderr>>>,
+    /// Gets the terminal's lines back.
+    printer: Arc<Printer>,
 }
 
 impl Screen {
     /// Switches to the view's screen.
-    fn enter() -> io::Result<Self> {
+    fn enter(printer: &Arc<Printer>) -> io::Result<Self> {
         terminal::enter_screen().inspect_err(|_| terminal::restore())?;
         // One write for a frame: stderr itself has no buffer.
         let backend = CrosstermBackend::new(BufWriter::with_capacity(1 << 16, io::stderr()));
         let terminal = Terminal::new(backend).inspect_err(|_| terminal::restore())?;
-        Ok(Self { terminal })
+        Ok(Self { terminal, printer: printer.clone() })
     }
 
     /// Clears the screen, so that the next frame draws all of it. (`Terminal::clear` would ask the terminal for the
@@ -144,6 +136,7 @@ impl Drop for Screen {
         // The terminal writes its own last words first.
         let _ = self.terminal.show_cursor();
         terminal::restore();
+        self.printer.close_live();
     }
 }
 
