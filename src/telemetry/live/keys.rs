@@ -53,9 +53,7 @@ fn read(keys_tx: &Sender<KeyEvent>) {
         while event::poll(AT_ONCE).unwrap_or(false) {
             match event::read() {
                 Ok(Event::Key(key)) if key.kind != KeyEventKind::Release => {
-                    if keys_tx.send(key).is_err() {
-                        return;
-                    }
+                    let _ = keys_tx.send(key); // the receiver is never dropped
                 }
                 Ok(_) => {}
                 Err(_) => return,
