@@ -84,7 +84,8 @@ impl MetricsLogger {
         if self.continues {
             self.board(|board| board.purge_from(done + 1))?;
         }
-        self.prometheus.as_ref().map_or(Ok(()), |file| file.begin(done))
+        let begin = |file: &Arc<PrometheusFile>| file.write(|latest| latest.first_step = done);
+        self.prometheus.as_ref().map_or(Ok(()), begin)
     }
 
     /// Writes training metrics.

@@ -56,7 +56,7 @@ pub(crate) struct PrometheusFile {
 pub(super) struct Latest {
     state: RunState,
     /// The steps that had been made at the start.
-    first_step: u64,
+    pub first_step: u64,
     pub train: Option<TrainMetrics>,
     pub validation: Option<ValidationMetrics>,
     /// How the run went. `None` until it is over, and if it failed.
@@ -76,16 +76,11 @@ impl PrometheusFile {
         Ok(Self { output, run, facts, began: SystemTime::now(), latest: Mutex::default() })
     }
 
-    /// Writes that the run has started, of which `done` steps have been made.
-    ///
-    /// # Errors
-    /// [`Error::Write`](crate::Error::Write), like the functions below.
-    pub(super) fn begin(&self, done: u64) -> Result<()> {
-        self.write(|latest| latest.first_step = done)
-    }
-
     /// Writes how the run has ended. A failure is no error here if an earlier write has failed, too: the run has ended
     /// with that error.
+    ///
+    /// # Errors
+    /// [`Error::Write`](crate::Error::Write), like the function below.
     pub(crate) fn finish(&self, state: RunState, end: Option<End>) -> Result<()> {
         let has_failed = self.latest.lock().has_failed;
         let written = self.write(|latest| {
@@ -313,15 +308,15 @@ mod tests {
         let read = || fs::read_to_string(&path).unwrap();
         let first = file(&path);
         assert!(!path.exists());
-        first.begin(3).unwrap();
+        first.write(|latest| latest.first_step = 3).unwrap();
         assert!(read().contains("ddpmp_steps_total{run=\"run\"} 3\n"), "{}", read());
         first.finish(RunState::Failed, None).unwrap();
         assert!(read().contains("{run=\"run\",state=\"failed\"} 1\n"), "{}", read());
-        file(&path).begin(0).unwrap(); // that of a later start
+        file(&path).write(|_| ()).unwrap(); // that of a later start
         assert!(read().contains("{run=\"run\",state=\"failed\"} 0\n"), "{}", read());
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
         fs::write(&path, "other_metric 1\n").unwrap();
-        let error = first.begin(0).unwrap_err().to_string();
+        let error = first.write(|_| ()).unwrap_err().to_string();
         assert!(error.contains("--prometheus") && error.contains("did not write that file"));
         first.finish(RunState::Failed, None).unwrap(); // that failure is known
         assert_eq!(read(), "other_metric 1\n");
