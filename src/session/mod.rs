@@ -317,12 +317,12 @@ impl Session {
         result?;
         written?;
         let Launch { parent, has_agent, .. } = &joined_launch.launch;
-        if let Some(view) = view
+        if let Some(mut view) = view
             && parent.is_none()
             && !has_agent
             && io::stdin().is_terminal()
         {
-            view.keep_until_key();
+            view.join();
         }
         if stopped == Some(StopReason::Terminate) && joined_launch.launch.has_agent {
             let grace_period = self.config.launch.grace_period.min(AGENT_POLL_INTERVAL);

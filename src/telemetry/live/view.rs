@@ -59,7 +59,7 @@ impl LiveView {
         let feed = printer.open_live();
         let (last, closes) = (Arc::<OnceLock<_>>::default(), Arc::<AtomicBool>::default());
         let view = View {
-            state: LiveState::new(title, labels),
+            state: LiveState { title, labels, ..LiveState::default() },
             source,
             last: last.clone(),
             feed,
@@ -85,13 +85,9 @@ impl LiveView {
         let _ = self.last.set(last);
     }
 
-    /// Keeps the last screen until the user presses a key, or a signal asks the run to stop.
-    pub(crate) fn keep_until_key(mut self) {
-        self.join();
-    }
-
-    /// Waits until the view has closed. Its [`Screen`] then prints the lines for the terminal.
-    fn join(&mut self) {
+    /// Waits until the view has closed: until the user presses a key, or a signal asks the run to stop. Its [`Screen`] then
+    /// prints the lines for the terminal.
+    pub(crate) fn join(&mut self) {
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             self.printer.report("--live: the view has failed; the run was not affected");
         }
