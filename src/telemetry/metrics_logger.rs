@@ -18,6 +18,9 @@ use crate::ffi::TorchResult;
 use crate::os::limits::{output_failed, output_refused};
 use crate::records::{TrainMetrics, ValidationMetrics};
 
+/// Maximum number of points of a curve of the report. At this number, every other point is dropped.
+const MAX_CURVE_POINTS: usize = 4000;
+
 /// A writer of metrics to the configured outputs. Used on rank 0 alone.
 #[derive(Debug)]
 pub struct MetricsLogger {
@@ -104,7 +107,7 @@ impl MetricsLogger {
             ("tokens_per_second", metrics.tokens_per_second),
         ];
         self.scalars(TRAIN, metrics.step, scalars)?;
-        self.draw(|curves| curves.train(metrics));
+        self.draw(|curves| add_point(&mut curves.train, MAX_CURVE_POINTS, metrics.clone()));
         if let Some(file) = &self.prometheus {
             file.write(|latest| latest.train = Some(metrics.clone()))?;
         }

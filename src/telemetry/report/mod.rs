@@ -11,7 +11,6 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::metrics_logger::add_point;
 use super::{Marks, Output};
 use crate::records::{TrainMetrics, ValidationMetrics};
 pub(crate) use advice::{Conditions, advice, outside_collectives};
@@ -50,14 +49,7 @@ pub(crate) struct Curves {
     pub validation: Vec<ValidationMetrics>,
 }
 
-/// Maximum number of points of a curve. At this number, every other point is dropped.
-const MAX_CURVE_POINTS: usize = 4000;
-
 impl Curves {
-    pub(super) fn train(&mut self, metrics: &TrainMetrics) {
-        add_point(&mut self.train, MAX_CURVE_POINTS, metrics.clone());
-    }
-
     /// Returns the points until `step` of the page that an earlier run has written to `output`; none if there is none.
     pub(crate) fn of_earlier(output: &Output, step: u64) -> Self {
         let page = fs::read_to_string(output.path()).unwrap_or_default();
