@@ -27,7 +27,7 @@ pub(crate) struct Live {
 /// The view, while it is shown.
 pub(crate) type ShownView = Arc<Mutex<Option<LiveView>>>;
 
-/// Tells the view how the ranks of a run have ended, when it is dropped.
+/// The end of a run's ranks, which its view is told of when this is dropped.
 struct EndRanks(ShownView, Arc<RunContext>);
 
 impl Drop for EndRanks {

@@ -3,7 +3,7 @@
 mod messages;
 
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use prost::Message;
@@ -30,7 +30,6 @@ use messages::{EventMessage, Histogram, SessionLog, Summary, Value};
 #[derive(Debug)]
 pub struct TensorBoard {
     out: Appender,
-    path: PathBuf,
 }
 
 /// Bytes of pending records after which they are written to the file.
@@ -51,14 +50,13 @@ impl TensorBoard {
         let name =
             |number: u32| folder.join(format!("events.out.tfevents.{now:010}.{pid}.{number}"));
         let mut number = 0;
-        let (out, path) = loop {
+        let out = loop {
             match Appender::create_new(&name(number)) {
-                Ok(out) => break (out, name(number)),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
-                Err(error) => return Err(error),
+                out => break out?,
             }
         };
-        let mut created = Self { out, path };
+        let mut created = Self { out };
         let file_version = Some("brain.Event:2".into());
         created.write(0, EventMessage { file_version, ..EventMessage::default() })?;
         Ok(created)
@@ -72,11 +70,6 @@ impl TensorBoard {
     pub fn purge_from(&mut self, step: u64) -> io::Result<()> {
         let session_log = Some(SessionLog { status: 1 });
         self.write(step, EventMessage { session_log, ..EventMessage::default() })
-    }
-
-    /// Returns the path of the file.
-    pub fn path(&self) -> &Path {
-        &self.path
     }
 
     /// Writes a number at `step`.
@@ -168,8 +161,17 @@ fn histogram(values: &[f32]) -> Histogram {
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::path::PathBuf;
 
     use super::*;
+
+    /// Returns the paths of the files in a folder, the oldest first.
+    fn files(folder: &Path) -> Vec<PathBuf> {
+        let entries = fs::read_dir(folder).unwrap();
+        let mut files: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+        files.sort();
+        files
+    }
 
     /// Returns the records of a file, and checks their checksums.
     fn read(path: &Path) -> Vec<EventMessage> {
@@ -197,11 +199,12 @@ mod tests {
         // The check value of CRC-32C.
         assert_eq!(crc32c::crc32c(b"123456789"), 0xe306_9283);
         let folder = tempfile::tempdir().unwrap();
-        let mut board = TensorBoard::create(&folder.path().join("run")).unwrap();
+        let run = folder.path().join("run");
+        let mut board = TensorBoard::create(&run).unwrap();
         board.scalar("loss", 7, 0.5).unwrap();
         board.histogram("weights", 8, &[1., 2., 2., f32::NAN, f32::INFINITY]).unwrap();
         board.flush().unwrap();
-        let events = read(board.path());
+        let events = read(&files(&run)[0]);
         assert_eq!(events.len(), 3);
         assert_eq!(events[0].file_version.as_deref(), Some("brain.Event:2"));
         let values = events[1..].iter();
@@ -215,12 +218,12 @@ mod tests {
         assert_eq!(histogram.bucket_limit.last(), Some(&2.));
 
         // A second file is created beside the first, and does not overwrite it.
-        let mut other = TensorBoard::create(&folder.path().join("run")).unwrap();
-        assert_ne!(other.path(), board.path());
+        let mut other = TensorBoard::create(&run).unwrap();
+        assert_eq!(files(&run).len(), 2);
         // As PyTorch 2.15 writes it with `purge_step=8`: field 2 with the step, field 7 with `status: START`.
         other.purge_from(8).unwrap();
         other.flush().unwrap();
-        let start = &read(other.path())[1];
+        let start = &read(&files(&run)[1])[1];
         assert_eq!(start.encode_to_vec()[9..], [0x10, 8, 0x3a, 2, 0x08, 1]);
     }
 
@@ -228,7 +231,7 @@ mod tests {
     fn unflushed_events_are_written_on_drop() {
         let folder = tempfile::tempdir().unwrap();
         let mut board = TensorBoard::create(folder.path()).unwrap();
-        let path = board.path().to_owned();
+        let path = files(folder.path()).remove(0);
         let len = || fs::metadata(&path).unwrap().len() as usize;
         assert_eq!(len(), 0);
         let mut records = 1;
