@@ -2,13 +2,14 @@
 
 use std::any::Any;
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use super::RunView;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{RankStatus, RunContext, StopRequest};
-use crate::telemetry::{LiveView, Printer, RankSnapshot, RunSnapshot, Source};
+use crate::telemetry::{LiveView, Printer, RankSnapshot, RunSnapshot};
 
 /// The number of newest entries that a snapshot reads: of all ranks together, and the limits for each.
 const ENTRIES: usize = 4096;
@@ -26,13 +27,13 @@ pub(crate) struct Live {
 /// The view, while it is shown.
 pub(crate) type ShownView = Arc<Mutex<Option<LiveView>>>;
 
-/// Stops the view's reads of the ranks' state when it is dropped, after the ranks have ended.
-struct EndRanks(ShownView);
+/// The end of a run's ranks, which its view is told of when this is dropped.
+struct EndRanks(ShownView, Arc<RunContext>);
 
 impl Drop for EndRanks {
     fn drop(&mut self) {
         if let Some(view) = &*self.0.lock() {
-            view.end_ranks();
+            view.end_ranks(snapshot(&self.1));
         }
     }
 }
@@ -45,9 +46,14 @@ impl RunView for Live {
         stop: Option<Arc<StopRequest>>,
     ) -> Option<Box<dyn Any>> {
         let (run, title) = (run.clone(), self.title.clone());
+        let ended = EndRanks(self.shown.clone(), run.clone());
         let source = Box::new(move || snapshot(&run));
-        *self.shown.lock() = Some(LiveView::start(&self.printer, title, labels, stop, source)?);
-        Some(Box::new(EndRanks(self.shown.clone())))
+        let view = LiveView::start(&self.printer, title, labels, stop, source);
+        let view = view.map_err(|error| {
+            self.printer.report(&format!("--live: the terminal cannot be used: {error}"));
+        });
+        *self.shown.lock() = Some(view.ok()?);
+        Some(Box::new(ended))
     }
 }
 
@@ -59,22 +65,20 @@ fn snapshot(run: &RunContext) -> RunSnapshot {
     let now = recorder.now();
     let of_rank = |rank: usize| {
         if !run.local_ranks.contains(&rank) {
-            let unknown = || {
+            let Some((status, age)) = run.remote_snapshots.heartbeat(rank, now) else {
                 let at = OpId { operation: Operation::Start, sequence: 0 };
-                (RankStatus { at, seen: Vec::new() }, Source::Unknown)
+                return RankSnapshot { at, ops: Vec::new(), age: None };
             };
-            let heard = run.remote_snapshots.heartbeat(rank, now);
-            let heard = heard.map(|(status, age)| (status, Source::Heartbeat(age)));
-            let (RankStatus { at, seen: mut ops }, source) = heard.unwrap_or_else(unknown);
-            ops.retain(|op| op.at.operation != Operation::Gradient);
-            return RankSnapshot { at, ops, source };
+            let RankStatus { at, seen: ops } = status;
+            let age = age.max(Duration::from_nanos(1)); // zero is that of a rank of this process
+            return RankSnapshot { at, ops, age: Some(age) };
         }
         let newest = recorder.entries(rank, recorder.count(rank).saturating_sub(entries));
         let lasting = newest.filter(|op| op.at.operation != Operation::Gradient);
         let at = run.activity[rank].now();
         // As of `now`: the ranks are read one after the other.
         let ops = lasting.filter_map(|op| op.seen_at(now)).collect();
-        RankSnapshot { at, ops, source: Source::Direct }
+        RankSnapshot { at, ops, age: Some(Duration::ZERO) }
     };
     RunSnapshot {
         now,

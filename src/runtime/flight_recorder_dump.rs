@@ -25,7 +25,7 @@ pub(crate) struct FlightRecorderDump {
     pub simulates_network: bool,
     /// The ranks of this process, in order of rank.
     pub ranks: Vec<RankEntries>,
-    /// The ranks of each group that this process has joined, without the group of all ranks.
+    /// The ranks of each group that this process has joined. Group 0 has all ranks.
     pub groups: BTreeMap<u32, Arc<[usize]>>,
 }
 

@@ -36,7 +36,7 @@ use crate::launch::{
 use crate::os::terminal::screen_problem;
 use crate::process_group::ProcessGroup;
 use crate::runtime::FaultKind;
-use crate::telemetry::{Event, LogFormat, MetricsLogger, Printer, Start};
+use crate::telemetry::{Event, LogFormat, MetricsFile, MetricsLogger, Printer, Start};
 use artifacts::{RunArtifacts, continues};
 use end_messages::outcome;
 
@@ -196,15 +196,15 @@ impl Session {
         let Self { config, joined_launch, printer, .. } = self;
         let (tensorboard, metrics) =
             (config.output.tensorboard.as_deref(), config.output.metrics.as_deref());
-        MetricsLogger::check(metrics)?; // before any file is created
+        metrics.map_or(Ok(()), MetricsFile::check)?; // before any file is created
         start_point.open_folder(config)?;
-        let logger = MetricsLogger::new(printer, tensorboard, metrics)?;
+        let mut logger = MetricsLogger::new(printer, tensorboard, metrics)?;
         if start_point.checkpoint_dir.is_some() {
             Restarts::note(&joined_launch.launch, Restarts::SAVES)?;
         }
         start_point.make_room(printer)?;
-        let logger =
-            logger.curves(self.artifacts.curves()).prometheus(self.artifacts.prometheus.clone());
+        logger.curves = self.artifacts.curves();
+        logger.prometheus.clone_from(&self.artifacts.prometheus);
         Ok(logger.continues(continues(config, joined_launch)))
     }
 
@@ -228,7 +228,7 @@ impl Session {
         let count = joined_launch.world_size();
         let title =
             format!("{} on {} ({})", config.model_name(), counted(count, "rank"), self.backend());
-        let is_shown = printer.shows_live() && joined_launch.is_first();
+        let is_shown = printer.shows_live && joined_launch.is_first();
         let (printer, shown) = (printer.clone(), self.live.clone());
         is_shown.then(|| Arc::new(Live { printer, title, shown }) as Arc<dyn RunView>)
     }
@@ -317,12 +317,12 @@ impl Session {
         result?;
         written?;
         let Launch { parent, has_agent, .. } = &joined_launch.launch;
-        if let Some(view) = view
+        if let Some(mut view) = view
             && parent.is_none()
             && !has_agent
             && io::stdin().is_terminal()
         {
-            view.keep_until_key();
+            view.join();
         }
         if stopped == Some(StopReason::Terminate) && joined_launch.launch.has_agent {
             let grace_period = self.config.launch.grace_period.min(AGENT_POLL_INTERVAL);

@@ -43,7 +43,7 @@ pub(crate) fn run_command(
     }
     let (timeout, grace_period) = (config.launch.timeout, config.launch.grace_period);
     let children = placement.as_ref().map_or(Children::Threads, Children::Ranks);
-    let live = printer.shows_live();
+    let live = printer.shows_live;
     let spawn = SpawnProcesses { children, timeout, grace_period, stops, max_restarts, live };
     let from = || match &config.checkpoints.checkpoint_dir {
         Some(dir) if matches!(CheckpointDir::newest_in(dir), Ok(None)) => {

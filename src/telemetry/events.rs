@@ -2,6 +2,8 @@
 
 use serde::ser::SerializeMap;
 use serde::{Deserialize, Serialize, Serializer};
+use serde_json::Value;
+use serde_with::skip_serializing_none;
 
 use super::Straggler;
 use crate::ddp::DdpStatistics;
@@ -92,6 +94,7 @@ pub struct Epoch {
 
 /// The run is done: all that rank 0 knows of it. The event, the text, the page of `--report` and the file of
 /// `--prometheus` are written from this.
+#[skip_serializing_none]
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct End {
     /// Duration of the training.
@@ -113,23 +116,17 @@ pub struct End {
     #[serde(flatten, serialize_with = "by_rank")]
     pub ranks: Vec<RankEnd>,
     /// The rank that the others waited for, on CPUs only; `None` if they did not wait long.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub straggler: Option<Straggler>,
     /// Peak memory of the process, with all its ranks; `None` where the system does not report it.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_memory_bytes: Option<u64>,
     /// Number of skipped steps; `None` without a gradient scaler and without `--skip-nonfinite`.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub skipped_steps: Option<u64>,
     /// The final loss scale; `None` without a gradient scaler.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub scale: Option<f64>,
     /// The validation with the smallest loss; `None` without validation.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub best: Option<ValidationMetrics>,
     /// Why the run ended before its last epoch: `SIGINT`, `SIGTERM`, `SIGUSR1`, `max-seconds`, `max-steps`, `patience`,
     /// `live view`, `callback`. `None` if it did not.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub stopped: Option<&'static str>,
     /// Reasons for the restarts by `--max-restarts`, the first one first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -178,17 +175,13 @@ pub struct RankEnd {
 
 /// Serializes a list for each number of the ranks.
 fn by_rank<S: Serializer>(ranks: &[RankEnd], to: S) -> Result<S::Ok, S::Error> {
-    fn list<T>(ranks: &[RankEnd], number: fn(&RankEnd) -> T) -> Vec<T> {
-        ranks.iter().map(number).collect()
-    }
-    let mut lists = to.serialize_map(Some(4))?;
-    lists.serialize_entry("bytes_sent_by_rank", &list(ranks, |rank| rank.bytes_sent))?;
-    lists.serialize_entry("bytes_received_by_rank", &list(ranks, |rank| rank.bytes_received))?;
-    let waits = list(ranks, |rank| rank.data_wait_seconds);
-    lists.serialize_entry("data_wait_seconds_by_rank", &waits)?;
-    let collectives = list(ranks, |rank| rank.phases.collectives);
-    lists.serialize_entry("collective_seconds_by_rank", &collectives)?;
-    lists.end()
+    let numbers: [(&str, fn(&RankEnd) -> Value); 4] = [
+        ("bytes_sent_by_rank", |rank| rank.bytes_sent.into()),
+        ("bytes_received_by_rank", |rank| rank.bytes_received.into()),
+        ("data_wait_seconds_by_rank", |rank| rank.data_wait_seconds.into()),
+        ("collective_seconds_by_rank", |rank| rank.phases.collectives.into()),
+    ];
+    to.collect_map(numbers.map(|(name, of)| (name, ranks.iter().map(of).collect::<Vec<_>>())))
 }
 
 /// Serializes who failed, and where. `null` where that is not known, because the process of all ranks was killed. A

@@ -24,8 +24,10 @@ pub(crate) fn gigabytes(bytes: f64) -> String {
     format!("{:.1} GB", bytes / 1e9)
 }
 
-#[cfg(all(test, target_os = "linux"))]
+#[cfg(test)]
 mod tests {
+    #![cfg(target_os = "linux")]
+
     #[test]
     fn peak_memory_is_below_total_memory() {
         assert!(super::peak_memory().unwrap() < super::total_memory().unwrap());

@@ -3,7 +3,8 @@
 use std::io;
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
+use serde_json::Value;
 
 use super::json_lines::JsonLines;
 use crate::error::{Result, Shown};
@@ -12,7 +13,7 @@ use crate::os::limits::output_refused;
 
 /// The file, and the number that distinguishes its rows from those of other starts.
 #[derive(Debug)]
-pub(super) struct MetricsFile {
+pub(crate) struct MetricsFile {
     lines: JsonLines,
     /// The number of this start among those that wrote to the file, from 1.
     run: u64,
@@ -20,32 +21,15 @@ pub(super) struct MetricsFile {
 
 #[derive(Serialize)]
 struct Row<'a, M> {
-    event: RowKind,
+    event: &'a str,
     run: u64,
     #[serde(flatten)]
     metrics: &'a M,
 }
 
 /// The kinds of rows: the field `event`.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub(super) enum RowKind {
-    Train,
-    Validation,
-}
-
-/// The fields of every row; older rows have no `run`.
-#[derive(Deserialize)]
-struct Known {
-    #[serde(rename = "event")]
-    _event: RowKind,
-    #[serde(default)]
-    run: u64,
-    #[serde(rename = "step")]
-    _step: u64,
-    #[serde(rename = "epoch")]
-    _epoch: u64,
-}
+pub(super) const TRAIN: &str = "train";
+pub(super) const VALIDATION: &str = "validation";
 
 /// The first bytes of every row.
 const BEGINS: &[u8] = b"{\"event\":\"";
@@ -56,7 +40,7 @@ impl MetricsFile {
     /// # Errors
     /// [`Error::Input`](crate::Error::Input) when its first or last line is not a row of metrics, or when the file cannot be
     /// read.
-    pub(super) fn check(path: &Path) -> Result<()> {
+    pub(crate) fn check(path: &Path) -> Result<()> {
         let run = lines_before(path).and_then(|before| last_run(before.as_ref()));
         run.map(drop).map_err(|error| output_refused(&name(path), &error))
     }
@@ -75,7 +59,7 @@ impl MetricsFile {
     ///
     /// # Errors
     /// [`Error::Write`](crate::Error::Write).
-    pub(super) fn row(&mut self, event: RowKind, metrics: &impl Serialize) -> Result<()> {
+    pub(super) fn row(&mut self, event: &str, metrics: &impl Serialize) -> Result<()> {
         self.lines.line(&Row { event, run: self.run, metrics })
     }
 }
@@ -88,8 +72,11 @@ fn name(path: &Path) -> String {
 fn last_run(lines: Option<&LinesBefore>) -> io::Result<u64> {
     let Some(LinesBefore { first, last, cut, .. }) = lines else { return Ok(0) };
     let row = |line: &[u8]| -> Option<u64> {
-        let known = serde_json::from_slice::<Known>(line).ok()?;
-        line.starts_with(BEGINS).then_some(known.run)
+        let row: Value = serde_json::from_slice(line).ok()?;
+        let is_known = [TRAIN, VALIDATION].contains(&row["event"].as_str()?);
+        let has_numbers = ["step", "epoch"].iter().all(|key| row[*key].is_u64());
+        let is_ours = is_known && has_numbers && line.starts_with(BEGINS);
+        is_ours.then(|| row["run"].as_u64().unwrap_or(0)) // older rows have none
     };
     // A row may have been cut off when the machine failed.
     let is_begun = cut.starts_with(BEGINS) || BEGINS.starts_with(cut);
@@ -110,7 +97,7 @@ mod tests {
 
     fn write(path: &Path, step: u64) -> Result<()> {
         let mut file = MetricsFile::open(path)?;
-        file.row(RowKind::Train, &serde_json::json!({"step": step, "epoch": 0, "loss": 0.5}))
+        file.row(TRAIN, &serde_json::json!({"step": step, "epoch": 0, "loss": 0.5}))
     }
 
     #[test]

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use tch::{Kind, Tensor};
 
-use super::metrics::{MetricsFile, RowKind};
+use super::metrics::{MetricsFile, TRAIN, VALIDATION};
 use super::prometheus::PrometheusFile;
 use super::report::Curves;
 use super::{Printer, TensorBoard};
@@ -18,15 +18,19 @@ use crate::ffi::TorchResult;
 use crate::os::limits::{output_failed, output_refused};
 use crate::records::{TrainMetrics, ValidationMetrics};
 
+/// Maximum number of points of a curve of the report. At this number, every other point is dropped.
+const MAX_CURVE_POINTS: usize = 4000;
+
 /// A writer of metrics to the configured outputs. Used on rank 0 alone.
 #[derive(Debug)]
 pub struct MetricsLogger {
     printer: Arc<Printer>,
     tensorboard: Option<TensorBoard>,
     metrics: Option<MetricsFile>,
-    prometheus: Option<Arc<PrometheusFile>>,
-    /// The curves of the report.
-    curves: Option<Arc<Mutex<Curves>>>,
+    /// The metrics are written to this file too; `None` without `--prometheus`.
+    pub(crate) prometheus: Option<Arc<PrometheusFile>>,
+    /// The curves of the report; `None` if there is no report.
+    pub(crate) curves: Option<Arc<Mutex<Curves>>>,
     /// Whether the run goes on where an earlier one was.
     continues: bool,
 }
@@ -43,43 +47,20 @@ impl MetricsLogger {
         tensorboard: Option<&Path>,
         metrics: Option<&Path>,
     ) -> Result<Self> {
+        let name = |folder: &Path| format!("--tensorboard {}", folder.shown());
         if let Some(file) = tensorboard.filter(|path| path.exists() && !path.is_dir()) {
-            let file = file.shown();
             return Err(Error::usage(format!(
-                "--tensorboard {file}: that is a file, and TensorBoard reads a folder; use another name"
+                "{}: that is a file, and TensorBoard reads a folder; use another name",
+                name(file)
             )));
         }
         let metrics = metrics.map(MetricsFile::open).transpose()?;
-        let tensorboard = tensorboard
-            .map(|folder| {
-                let refused =
-                    |error| output_refused(&format!("--tensorboard {}", folder.shown()), &error);
-                TensorBoard::create(folder).map_err(refused)
-            })
-            .transpose()?;
+        let create = |folder: &Path| {
+            TensorBoard::create(folder).map_err(|error| output_refused(&name(folder), &error))
+        };
+        let tensorboard = tensorboard.map(create).transpose()?;
         let printer = printer.clone();
         Ok(Self { printer, tensorboard, metrics, prometheus: None, curves: None, continues: false })
-    }
-
-    /// Refuses a file for `metrics` that this program did not write. Changes nothing.
-    ///
-    /// # Errors
-    /// [`Error::Input`], which names the file.
-    pub(crate) fn check(metrics: Option<&Path>) -> Result<()> {
-        match metrics {
-            Some(path) => MetricsFile::check(path),
-            None => Ok(()),
-        }
-    }
-
-    /// Adds the metrics to `curves` too, for the report; `None` if there is no report.
-    pub(crate) fn curves(self, curves: Option<Arc<Mutex<Curves>>>) -> Self {
-        Self { curves, ..self }
-    }
-
-    /// Writes the metrics to `file` too; `None` without `--prometheus`.
-    pub(crate) fn prometheus(self, file: Option<Arc<PrometheusFile>>) -> Self {
-        Self { prometheus: file, ..self }
     }
 
     /// Returns whether any output is configured.
@@ -103,13 +84,11 @@ impl MetricsLogger {
     /// [`Error::Write`], like the functions below.
     pub fn begin(&mut self, steps: u64, done: u64) -> Result<()> {
         self.printer.start_progress(steps, done);
-        if let Some(tensorboard) = self.tensorboard.as_mut().filter(|_| self.continues) {
-            tensorboard.purge_from(done + 1).map_err(board)?;
+        if self.continues {
+            self.board(|board| board.purge_from(done + 1))?;
         }
-        match &self.prometheus {
-            Some(file) => file.begin(done),
-            None => Ok(()),
-        }
+        let begin = |file: &Arc<PrometheusFile>| file.write(|latest| latest.first_step = done);
+        self.prometheus.as_ref().map_or(Ok(()), begin)
     }
 
     /// Writes training metrics.
@@ -117,26 +96,22 @@ impl MetricsLogger {
     /// # Errors
     /// [`Error::Write`].
     pub fn train(&mut self, metrics: &TrainMetrics) -> Result<()> {
-        let TrainMetrics { step, loss, lr, grad_norm, step_us, .. } = *metrics;
-        let TrainMetrics { samples_per_second, tokens_per_second, .. } = *metrics;
-        let skipped_steps = metrics.skipped_steps.map(|steps| steps as f64);
         self.printer.progress(metrics);
         let scalars = [
-            ("train/loss", Some(loss)),
-            ("train/lr", Some(lr)),
-            ("train/grad_norm", grad_norm),
-            ("train/skipped_steps", skipped_steps),
-            ("train/step_us", Some(step_us)),
-            ("train/samples_per_second", Some(samples_per_second)),
-            ("train/tokens_per_second", tokens_per_second),
+            ("loss", Some(metrics.loss)),
+            ("lr", Some(metrics.lr)),
+            ("grad_norm", metrics.grad_norm),
+            ("skipped_steps", metrics.skipped_steps.map(|steps| steps as f64)),
+            ("step_us", Some(metrics.step_us)),
+            ("samples_per_second", Some(metrics.samples_per_second)),
+            ("tokens_per_second", metrics.tokens_per_second),
         ];
-        self.scalars(step, &scalars)?;
-        self.draw(|curves| curves.train(metrics));
+        self.scalars(TRAIN, metrics.step, scalars)?;
+        self.draw(|curves| add_point(&mut curves.train, MAX_CURVE_POINTS, metrics.clone()));
         if let Some(file) = &self.prometheus {
             file.write(|latest| latest.train = Some(metrics.clone()))?;
         }
-        self.row(RowKind::Train, metrics)?;
-        self.flush() // a run that is killed keeps every row written so far
+        self.row(TRAIN, metrics)
     }
 
     /// Writes validation metrics. TensorBoard also receives histograms of `state_dict`.
@@ -149,29 +124,23 @@ impl MetricsLogger {
         state_dict: &[(String, Tensor)],
     ) -> Result<()> {
         let ValidationMetrics { step, loss, bits_per_token, accuracy, .. } = *metrics;
-        let scalars = [
-            ("validation/loss", Some(loss)),
-            ("validation/bits_per_token", bits_per_token),
-            ("validation/accuracy", accuracy),
-        ];
-        self.scalars(step, &scalars)?;
-        for (name, value) in &metrics.metrics {
-            self.scalars(step, &[(&format!("validation/{name}"), Some(*value))])?;
-        }
-        if let Some(tensorboard) = &mut self.tensorboard {
+        let scalars =
+            [("loss", Some(loss)), ("bits_per_token", bits_per_token), ("accuracy", accuracy)];
+        let others = metrics.metrics.iter().map(|(name, value)| (name.as_str(), Some(*value)));
+        self.scalars(VALIDATION, step, scalars.into_iter().chain(others))?;
+        if self.tensorboard.is_some() {
             for (name, tensor) in state_dict {
                 let values =
                     tensor.f_to_kind(Kind::Float).and_then(|tensor| tensor.f_flatten(0, -1));
                 let values = values.and_then(Vec::<f32>::try_from).doing("flatten")?;
-                tensorboard.histogram(&format!("model/{name}"), step, &values).map_err(board)?;
+                self.board(|board| board.histogram(&format!("model/{name}"), step, &values))?;
             }
         }
         self.draw(|curves| curves.validation.push(metrics.clone()));
         if let Some(file) = &self.prometheus {
             file.write(|latest| latest.validation = Some(metrics.clone()))?;
         }
-        self.row(RowKind::Validation, metrics)?;
-        self.flush()
+        self.row(VALIDATION, metrics)
     }
 
     /// Ends logging: removes the progress bar and writes all metrics to TensorBoard's file.
@@ -180,14 +149,13 @@ impl MetricsLogger {
     /// [`Error::Write`].
     pub fn end(&mut self) -> Result<()> {
         self.printer.end_progress();
-        self.flush()
+        self.board(TensorBoard::flush)
     }
 
-    fn flush(&mut self) -> Result<()> {
-        match &mut self.tensorboard {
-            Some(tensorboard) => tensorboard.flush().map_err(board),
-            None => Ok(()),
-        }
+    /// Writes to TensorBoard's file, if there is one.
+    fn board(&mut self, write: impl FnOnce(&mut TensorBoard) -> io::Result<()>) -> Result<()> {
+        let written = self.tensorboard.as_mut().map_or(Ok(()), write);
+        written.map_err(|error| output_failed("--tensorboard", &error))
     }
 
     fn draw(&self, add: impl FnOnce(&mut Curves)) {
@@ -196,21 +164,23 @@ impl MetricsLogger {
         }
     }
 
-    fn scalars(&mut self, step: u64, scalars: &[(&str, Option<f64>)]) -> Result<()> {
-        let Some(tensorboard) = &mut self.tensorboard else { return Ok(()) };
-        for (tag, value) in scalars {
-            if let Some(value) = value {
-                tensorboard.scalar(tag, step, *value).map_err(board)?;
-            }
-        }
-        Ok(())
+    /// Writes the `scalars` that there are to TensorBoard, each as `kind/name`.
+    fn scalars<'a>(
+        &mut self,
+        kind: &str,
+        step: u64,
+        scalars: impl IntoIterator<Item = (&'a str, Option<f64>)>,
+    ) -> Result<()> {
+        self.board(|board| {
+            let mut known = scalars.into_iter().filter_map(|(name, value)| Some((name, value?)));
+            known.try_for_each(|(name, value)| board.scalar(&format!("{kind}/{name}"), step, value))
+        })
     }
 
-    fn row(&mut self, event: RowKind, metrics: &impl Serialize) -> Result<()> {
-        match &mut self.metrics {
-            Some(file) => file.row(event, metrics),
-            None => Ok(()),
-        }
+    /// Writes a row, and all that is pending: a run that is killed keeps every row written so far.
+    fn row(&mut self, event: &str, metrics: &impl Serialize) -> Result<()> {
+        self.metrics.as_mut().map_or(Ok(()), |file| file.row(event, metrics))?;
+        self.board(TensorBoard::flush)
     }
 }
 
@@ -224,8 +194,4 @@ pub(super) fn add_point<T>(curve: &mut Vec<T>, most: usize, point: T) {
         });
     }
     curve.push(point);
-}
-
-fn board(error: io::Error) -> Error {
-    output_failed("--tensorboard", &error)
 }

@@ -29,23 +29,20 @@ mod utf8_stream;
 
 pub(crate) use columns::in_columns;
 pub use events::{End, Epoch, Event, RankEnd, Start};
-#[cfg(feature = "cli")]
-pub(crate) use explain::table;
 pub use explain::{ExplainedStep, Explainer, RankStep, RunInfo};
-pub(crate) use explain::{indices, paragraph};
+pub(crate) use explain::{indices, paragraph, table};
 pub(crate) use held_output::{HeldOutput, Stream};
 pub use language::Language;
-#[cfg(feature = "cli")]
 pub(crate) use language::filled;
 #[cfg(feature = "cli")]
-pub(crate) use live::{LiveView, RankSnapshot, RunSnapshot, Source};
+pub(crate) use live::{LiveView, RankSnapshot, RunSnapshot};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
+pub(crate) use metrics::MetricsFile;
 pub use metrics_logger::MetricsLogger;
 pub(crate) use output::{Marks, Output};
 pub use printer::{LogFormat, Printer, unwritable_stdout};
-#[cfg(feature = "cli")]
-pub(crate) use printer::{rate_text, validation_text};
+pub(crate) use printer::{train_texts, validation_text};
 pub(crate) use prometheus::{PrometheusFile, RunFacts, RunState};
 pub use step_record::RecordFile;
 pub(crate) use step_record::{

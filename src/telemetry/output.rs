@@ -2,8 +2,9 @@
 //!
 //! Its last bytes are a fingerprint of all others: a file that was changed since is not overwritten.
 
-use std::fs::{self, File};
-use std::io::{self, BufWriter, Error, Read, Seek, SeekFrom, Write};
+use std::fs::File;
+use std::io::{self, BufWriter, Error, Read, Seek, Write};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3Default;
@@ -98,17 +99,11 @@ impl Output {
 
     /// Checks that a file at the path is of the same kind, or empty.
     fn check(&self) -> io::Result<()> {
-        let found = match fs::metadata(&self.path) {
+        let found = match open_regular(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             found => found?,
         };
-        if found.is_dir() {
-            return Err(Error::from(io::ErrorKind::IsADirectory));
-        }
-        if !found.is_file() {
-            return Err(Error::other("this is not a regular file"));
-        }
-        if found.len() == 0 || self.is_ours(&mut open_regular(&self.path)?)? {
+        if found.metadata()?.len() == 0 || self.is_ours(&found)? {
             Ok(())
         } else {
             Err(Error::other(
@@ -118,17 +113,15 @@ impl Output {
     }
 
     /// Returns whether `file` is unchanged since this program wrote it.
-    fn is_ours(&self, file: &mut File) -> io::Result<bool> {
+    fn is_ours(&self, file: &File) -> io::Result<bool> {
         let Marks { begins, before, after } = self.marks;
         let (end, len) = (DIGITS + after.len(), file.metadata()?.len() as usize);
         if len < begins.len() + before.len() + end {
             return Ok(false);
         }
-        let mut first = vec![0; begins.len()];
-        file.read_exact(&mut first)?;
-        let mut last = vec![0; before.len() + end];
-        file.seek(SeekFrom::End(-(last.len() as i64)))?;
-        file.read_exact(&mut last)?;
+        let (mut first, mut last) = (vec![0; begins.len()], vec![0; before.len() + end]);
+        file.read_exact_at(&mut first, 0)?;
+        file.read_exact_at(&mut last, (len - last.len()) as u64)?;
         let is_marked = first == begins.as_bytes()
             && last.starts_with(before.as_bytes())
             && last.ends_with(after.as_bytes());
@@ -142,7 +135,7 @@ impl Output {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::Permissions;
+    use std::fs::{self, Permissions};
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;

@@ -40,7 +40,7 @@ pub struct Printer {
     waiting: Mutex<BTreeMap<u64, Vec<Epoch>>>,
     display: Mutex<Display>,
     /// Whether the live view is to be shown, and can be.
-    shows_live: bool,
+    pub(crate) shows_live: bool,
     /// Whether notes and the progress bar are left out.
     is_quiet: bool,
 }
@@ -72,11 +72,6 @@ impl Printer {
         Self { shows_live: wanted && screen_problem().is_none(), ..self }
     }
 
-    /// Returns whether the live view is to be shown, and can be.
-    pub(crate) fn shows_live(&self) -> bool {
-        self.shows_live
-    }
-
     /// Returns the format of results.
     pub fn format(&self) -> LogFormat {
         self.format
@@ -87,40 +82,34 @@ impl Printer {
     /// # Errors
     /// When stdout cannot be written, unless its reader has closed the pipe.
     pub fn event(&self, event: &Event) -> io::Result<()> {
-        if let Event::End(end) = event {
-            self.skipped_steps(end);
+        if let Event::End(end) = event
+            && let Some(skipped @ 1..) = end.skipped_steps
+        {
+            let why = match end.scale {
+                Some(scale) => {
+                    format!("scaled gradients were not finite; the loss scale is {scale} now")
+                }
+                None => "losses or gradients were not finite".into(),
+            };
+            self.info(&format!("{skipped} of {} steps skipped: {why}", end.steps));
         }
-        match (self.format, event) {
-            (LogFormat::Json, event) => self.object(event),
-            (LogFormat::Text, Event::Start(start)) => {
-                self.line(&format!("GPU_Count: {}", start.gpu_count))
-            }
-            (LogFormat::Text, Event::Epoch(epoch)) => self.line(&epoch_line(epoch)),
-            (LogFormat::Text, Event::Validation(validation)) => {
+        if self.format == LogFormat::Json {
+            return self.object(event);
+        }
+        match event {
+            Event::Start(start) => self.line(&format!("GPU_Count: {}", start.gpu_count))?,
+            Event::Epoch(Epoch { device, epoch, batch_size, steps, .. }) => self.line(&format!(
+                "{device} | Epoch: {epoch} | Batchsize: {batch_size} | Steps: {steps}"
+            ))?,
+            Event::Validation(validation) => {
                 let best = if validation.best { " (best so far)" } else { "" };
                 let (epoch, text) = (validation.epoch, validation_text(validation));
                 self.info(&format!("validation after epoch {epoch}: {text}{best}"));
-                Ok(())
             }
-            (LogFormat::Text, Event::End(end)) => {
-                self.end(end);
-                Ok(())
-            }
-            // The text of a failure goes to stderr, with all that is known.
-            (LogFormat::Text, Event::Failure { .. }) => Ok(()),
+            Event::End(end) => self.end(end),
+            Event::Failure { .. } => {} // its text goes to stderr, with all that is known
         }
-    }
-
-    /// Prints how many steps of a run were skipped, if any were.
-    fn skipped_steps(&self, end: &End) {
-        let Some(skipped @ 1..) = end.skipped_steps else { return };
-        let why = match end.scale {
-            Some(scale) => {
-                format!("scaled gradients were not finite; the loss scale is {scale} now")
-            }
-            None => "losses or gradients were not finite".into(),
-        };
-        self.info(&format!("{skipped} of {} steps skipped: {why}", end.steps));
+        Ok(())
     }
 
     /// Prints how a run ended.
@@ -182,16 +171,11 @@ impl Printer {
         let first = reports.first_mut().filter(|report| report.rank == 0);
         let loss = first.as_ref().map(|report| report.loss);
         let validation = first.and_then(|report| report.validation.take());
-        for report in reports {
-            self.event(&Event::Epoch(report))?;
-        }
+        reports.into_iter().map(Event::Epoch).try_for_each(|report| self.event(&report))?;
         if let (LogFormat::Text, Some(loss)) = (self.format, loss) {
             self.info(&format!("epoch {number}: loss {loss:.6}"));
         }
-        match validation {
-            Some(metrics) => self.event(&Event::Validation(metrics)),
-            None => Ok(()),
-        }
+        validation.map_or(Ok(()), |metrics| self.event(&Event::Validation(metrics)))
     }
 
     /// Prints the reports of epochs that not all ranks finished.
@@ -199,11 +183,8 @@ impl Printer {
     /// # Errors
     /// The errors of [`Printer::event`].
     pub fn flush_epochs(&self) -> io::Result<()> {
-        let reports = std::mem::take(&mut *self.waiting.lock());
-        for report in reports.into_values().flatten() {
-            self.event(&Event::Epoch(report))?;
-        }
-        Ok(())
+        let reports = std::mem::take(&mut *self.waiting.lock()).into_values().flatten();
+        reports.map(Event::Epoch).try_for_each(|report| self.event(&report))
     }
 
     /// Prints a result: `object` as a line of JSON, or the text that `write` writes.
@@ -257,20 +238,31 @@ impl Printer {
     pub fn lines(&self, write: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
         let mut text = Vec::new();
         write(&mut text)?;
-        let text = String::from_utf8_lossy(&text);
+        self.show(Stream::Stdout, &String::from_utf8_lossy(&text))
+    }
+
+    /// Prints text on `stream`, beside the progress bar. The live view shows it too, unless it is JSON, and keeps what is for
+    /// the terminal until it closes.
+    fn show(&self, stream: Stream, text: &str) -> io::Result<()> {
+        let text = escaped(text);
+        let print = || match stream {
+            Stream::Stdout => self.text(&text).map(drop),
+            // One write: stderr has no buffer, and the lines of several processes must not mix.
+            Stream::Stderr => io::stderr().lock().write_all(text.as_bytes()),
+        };
+        let is_stdout = stream == Stream::Stdout;
         match &*self.display.lock() {
-            Display::Nothing => self.text(&text).map(drop),
-            Display::Progress(progress) => progress.suspend(|| self.text(&text)).map(drop),
+            Display::Nothing => print(),
+            Display::Progress(progress) => progress.suspend(print),
             Display::Live(feed) => {
-                let text = escaped(&text);
-                if self.format == LogFormat::Text {
+                if !is_stdout || self.format == LogFormat::Text {
                     feed.lock().line(&text);
                 }
-                if io::stdout().is_terminal() {
-                    feed.lock().held.add(Stream::Stdout, text.as_bytes());
-                    return Ok(());
+                if is_stdout && !io::stdout().is_terminal() {
+                    return print();
                 }
-                self.text(&text).map(drop)
+                feed.lock().held.add(stream, text.as_bytes());
+                Ok(())
             }
         }
     }
@@ -285,19 +277,8 @@ impl Printer {
     /// Prints on stderr what the user must see or has asked for: a failure, a warning of one, a status table. If a
     /// system limit caused an error in it, the limit is explained.
     pub fn report(&self, text: &str) {
-        // One write: stderr has no buffer, and the lines of several processes must not mix.
-        let line = format!("ddp-mp: {}\n", escaped(&explain(text)));
         // Errors are ignored: without stderr they cannot be reported.
-        let print = || drop(io::stderr().lock().write_all(line.as_bytes()));
-        match &*self.display.lock() {
-            Display::Nothing => print(),
-            Display::Progress(progress) => progress.suspend(print),
-            Display::Live(feed) => {
-                let mut feed = feed.lock();
-                feed.line(&line);
-                feed.held.add(Stream::Stderr, line.as_bytes());
-            }
-        }
+        let _ = self.show(Stream::Stderr, &format!("ddp-mp: {}\n", explain(text)));
     }
 
     /// Returns whether progress is shown: in the live view, or as a bar, if stderr is a terminal and results are text
@@ -323,12 +304,10 @@ impl Printer {
 
     /// Shows the metrics of training.
     pub(super) fn progress(&self, metrics: &TrainMetrics) {
-        let TrainMetrics { step, loss, lr, .. } = *metrics;
         match &mut *self.display.lock() {
             Display::Nothing => {}
             Display::Progress(progress) => {
-                let rate = rate_text(metrics);
-                progress.set(step, Some(format!("loss {loss:.4}, lr {lr:.3e}, {rate}")));
+                progress.set(metrics.step, Some(train_texts(metrics).join(", ")));
             }
             Display::Live(feed) => feed.lock().points.push(metrics.clone()),
         }
@@ -368,12 +347,14 @@ impl Printer {
     }
 }
 
-/// Returns the rate of training, such as `1234 samples/s`.
-pub(crate) fn rate_text(metrics: &TrainMetrics) -> String {
-    match metrics.tokens_per_second {
+/// Returns the loss, the learning rate and the rate of training, such as `1234 samples/s`.
+pub(crate) fn train_texts(metrics: &TrainMetrics) -> [String; 3] {
+    let TrainMetrics { loss, lr, samples_per_second, tokens_per_second, .. } = metrics;
+    let rate = match tokens_per_second {
         Some(tokens) => format!("{tokens:.0} tokens/s"),
-        None => format!("{:.0} samples/s", metrics.samples_per_second),
-    }
+        None => format!("{samples_per_second:.0} samples/s"),
+    };
+    [format!("loss {loss:.4}"), format!("lr {lr:.3e}"), rate]
 }
 
 /// Returns the numbers of a validation: `loss 1.234567, accuracy 51.20 %, f1 0.765432`.
@@ -401,9 +382,4 @@ fn nobody_reads(error: &io::Error) -> bool {
 /// Returns the error of writing to stdout, with the limit of the system that caused it explained.
 pub fn unwritable_stdout(error: io::Error) -> io::Error {
     io::Error::new(error.kind(), format!("writing to stdout: {}", explain(error)))
-}
-
-fn epoch_line(epoch: &Epoch) -> String {
-    let Epoch { device, epoch, batch_size, steps, .. } = epoch;
-    format!("{device} | Epoch: {epoch} | Batchsize: {batch_size} | Steps: {steps}")
 }

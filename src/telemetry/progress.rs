@@ -1,6 +1,8 @@
 //! A progress bar on a terminal.
 
-use indicatif::{HumanCount, HumanDuration, ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{
+    HumanCount, HumanDuration, ProgressBar, ProgressDrawTarget, ProgressFinish, ProgressStyle,
+};
 
 /// A bar on stderr, below all other output, removed at the end. Not drawn in a pipe.
 #[derive(Debug)]
@@ -13,13 +15,12 @@ pub(super) struct Progress {
 impl Progress {
     /// Creates the bar of a run of `steps` steps, of which `done` have been made.
     pub(super) fn new(steps: u64, done: u64) -> Option<Self> {
-        // Hidden automatically where stderr is not a terminal.
-        let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
         // Text that exceeds the terminal's width is cut off: a second line would not be cleared.
-        let template = "{bar:12} {wide_msg}";
-        if let Ok(style) = ProgressStyle::with_template(template) {
-            bar.set_style(style.progress_chars("=> "));
-        }
+        let style = ProgressStyle::with_template("{bar:12} {wide_msg}").ok()?;
+        // Hidden automatically where stderr is not a terminal.
+        let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr())
+            .with_style(style.progress_chars("=> "))
+            .with_finish(ProgressFinish::AndClear);
         // Otherwise the estimate would count the steps before a resume as made in no time.
         bar.set_position(done);
         bar.reset_eta();
@@ -39,11 +40,5 @@ impl Progress {
     /// Hides the bar while `print` prints.
     pub(super) fn suspend<T>(&self, print: impl FnOnce() -> T) -> T {
         self.bar.suspend(print)
-    }
-}
-
-impl Drop for Progress {
-    fn drop(&mut self) {
-        self.bar.finish_and_clear();
     }
 }

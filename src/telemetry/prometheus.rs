@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 
-use super::{End, Marks, Output, RankEnd};
+use super::{End, Marks, Output, RankEnd, Straggler};
 use crate::error::Result;
 use crate::records::{TrainMetrics, ValidationMetrics};
 
@@ -56,7 +56,7 @@ pub(crate) struct PrometheusFile {
 pub(super) struct Latest {
     state: RunState,
     /// The steps that had been made at the start.
-    first_step: u64,
+    pub first_step: u64,
     pub train: Option<TrainMetrics>,
     pub validation: Option<ValidationMetrics>,
     /// How the run went. `None` until it is over, and if it failed.
@@ -76,16 +76,11 @@ impl PrometheusFile {
         Ok(Self { output, run, facts, began: SystemTime::now(), latest: Mutex::default() })
     }
 
-    /// Writes that the run has started, of which `done` steps have been made.
-    ///
-    /// # Errors
-    /// [`Error::Write`](crate::Error::Write), like the functions below.
-    pub(super) fn begin(&self, done: u64) -> Result<()> {
-        self.write(|latest| latest.first_step = done)
-    }
-
     /// Writes how the run has ended. A failure is no error here if an earlier write has failed, too: the run has ended
     /// with that error.
+    ///
+    /// # Errors
+    /// [`Error::Write`](crate::Error::Write), like the function below.
     pub(crate) fn finish(&self, state: RunState, end: Option<End>) -> Result<()> {
         let has_failed = self.latest.lock().has_failed;
         let written = self.write(|latest| {
@@ -110,19 +105,20 @@ impl PrometheusFile {
         let Self { facts, began, .. } = self;
         let Latest { state, first_step, train, validation, end, .. } = latest;
         let (train, validation) = (train.as_ref(), validation.as_ref());
-        let mut text = Text { text: String::new(), run: &self.run };
-        let program = vec![
-            ("version", env!("CARGO_PKG_VERSION")),
-            ("model", facts.model),
-            ("backend", facts.backend),
-        ];
-        text.metric("run_info", "Version, model and backend of the run", [(program, 1.0)]);
+        let program = label("version", env!("CARGO_PKG_VERSION"))
+            + &label("model", facts.model)
+            + &label("backend", facts.backend);
         let states = RunState::iter()
-            .map(|one| (vec![("state", <&str>::from(one))], f64::from(u8::from(one == *state))));
-        text.metric("run_state", "State of the run: 1 for the current one", states);
+            .map(|one| (label("state", <&str>::from(one)), f64::from(u8::from(one == *state))));
+        let help = "Version, model and backend of the run";
+        let mut text = self.metric("run_info", help, [(program, 1.0)]);
+        text += &self.metric("run_state", "State of the run: 1 for the current one", states);
         let step = train.map_or(*first_step, |train| train.step);
         let step = step.max(end.as_ref().map_or(0, |end| end.steps)) as f64;
         let skipped = train.and_then(|it| it.skipped_steps).map(|steps| steps as f64);
+        let grad_norm = train.and_then(|it| it.grad_norm);
+        let bits = validation.and_then(|it| it.bits_per_token);
+        let accuracy = validation.and_then(|it| it.accuracy);
         for (name, help, value) in [
             ("start_time_seconds", "Time of this start, since the epoch", seconds(*began)),
             (
@@ -137,54 +133,57 @@ impl PrometheusFile {
             ("epoch", "Epoch, from 0", train.map(|it| it.epoch as f64)),
             ("loss", "Mean loss since the last update", train.map(|it| it.loss)),
             ("learning_rate", "Learning rate of the last step", train.map(|it| it.lr)),
-            (
-                "gradient_norm",
-                "Norm of the last step's gradients",
-                train.and_then(|it| it.grad_norm),
-            ),
+            ("gradient_norm", "Norm of the last step's gradients", grad_norm),
             ("step_seconds", "Mean duration of a step", train.map(|it| it.step_us / 1e6)),
             ("samples_per_second", "Samples of all ranks", train.map(|it| it.samples_per_second)),
             ("tokens_per_second", "Tokens of all ranks", train.and_then(|it| it.tokens_per_second)),
             ("validation_loss", "Loss of the last validation", validation.map(|it| it.loss)),
-            (
-                "validation_bits_per_token",
-                "Loss of the last validation in bits",
-                validation.and_then(|it| it.bits_per_token),
-            ),
-            (
-                "validation_accuracy",
-                "Accuracy of the last validation, from 0 to 1",
-                validation.and_then(|it| it.accuracy),
-            ),
+            ("validation_bits_per_token", "Loss of the last validation in bits", bits),
+            ("validation_accuracy", "Accuracy of the last validation, from 0 to 1", accuracy),
         ] {
-            text.metric(name, help, value.map(|value| (Vec::<(&str, &str)>::new(), value)));
+            text += &self.metric(name, help, value.map(|value| (String::new(), value)));
         }
         let metrics = validation.into_iter().flat_map(|it| &it.metrics);
-        let metrics = metrics.map(|(name, value)| (vec![("name", name)], *value));
+        let metrics = metrics.map(|(name, value)| (label("name", name), *value));
         let help = "A metric of the program, of the last validation";
-        text.metric("validation_metric", help, metrics);
+        text += &self.metric("validation_metric", help, metrics);
         if let Some(end) = end {
             let by_rank = |value: fn(&RankEnd) -> f64| {
                 let values = end.ranks.iter().map(value).enumerate();
-                values.map(|(rank, value)| (vec![("rank", rank)], value))
+                values.map(|(rank, value)| (label("rank", rank), value))
             };
-            text.metric(
-                "rank_data_wait_seconds",
-                "Time that a rank waited for data, at the end of the run",
-                by_rank(|rank| rank.data_wait_seconds),
-            );
-            text.metric(
-                "rank_collective_seconds",
-                "Time of a rank in collectives, with waiting, at the end of the run",
-                by_rank(|rank| rank.phases.collectives),
-            );
-            let straggler = end.straggler.as_ref().map(|it| {
-                (vec![("rank", it.rank.to_string()), ("phase", it.phase.to_owned())], it.seconds)
-            });
+            let help = "Time that a rank waited for data, at the end of the run";
+            let waits = by_rank(|rank| rank.data_wait_seconds);
+            text += &self.metric("rank_data_wait_seconds", help, waits);
+            let help = "Time of a rank in collectives, with waiting, at the end of the run";
+            let collectives = by_rank(|rank| rank.phases.collectives);
+            text += &self.metric("rank_collective_seconds", help, collectives);
             let help = "Time that the others waited for the straggler";
-            text.metric("straggler_seconds", help, straggler);
+            let labels = |it: &Straggler| label("rank", it.rank) + &label("phase", it.phase);
+            let straggler = end.straggler.as_ref().map(|it| (labels(it), it.seconds));
+            text += &self.metric("straggler_seconds", help, straggler);
         }
-        text.text
+        text
+    }
+
+    /// Returns the lines of a metric, if there is any sample of it: its labels besides `run`, and its value. One whose name
+    /// ends with `_total` is a counter.
+    fn metric(
+        &self,
+        name: &str,
+        help: &str,
+        samples: impl IntoIterator<Item = (String, f64)>,
+    ) -> String {
+        let run = in_quotes(&self.run);
+        let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
+        let line = |(labels, value): (String, f64)| {
+            format!("ddpmp_{name}{{run=\"{run}\"{labels}}} {value}\n")
+        };
+        let lines: String = samples.into_iter().map(line).collect();
+        if lines.is_empty() {
+            return lines;
+        }
+        format!("# HELP ddpmp_{name} {help}\n# TYPE ddpmp_{name} {kind}\n{lines}")
     }
 }
 
@@ -192,49 +191,14 @@ fn seconds(time: SystemTime) -> Option<f64> {
     time.duration_since(UNIX_EPOCH).ok().map(|since| since.as_secs_f64())
 }
 
-/// The text of the metrics of one run.
-struct Text<'a> {
-    text: String,
-    /// The label `run` of each sample.
-    run: &'a str,
-}
-
-impl Text<'_> {
-    /// Adds a metric, if there is any sample of it: its labels, and its value. One whose name ends with `_total` is a
-    /// counter.
-    fn metric<V: Display>(
-        &mut self,
-        name: &str,
-        help: &str,
-        samples: impl IntoIterator<Item = (Vec<(&'static str, V)>, f64)>,
-    ) {
-        let mut samples = samples.into_iter().peekable();
-        if samples.peek().is_none() {
-            return;
-        }
-        let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
-        self.text += &format!("# HELP ddpmp_{name} {help}\n# TYPE ddpmp_{name} {kind}\n");
-        for (labels, value) in samples {
-            let label = |(name, value): (&str, V)| format!(",{name}=\"{}\"", in_quotes(&value));
-            let labels: String = labels.into_iter().map(label).collect();
-            let (run, value) = (in_quotes(&self.run), number(value));
-            self.text += &format!("ddpmp_{name}{{run=\"{run}\"{labels}}} {value}\n");
-        }
-    }
+/// Returns a label as it follows another.
+fn label(name: &str, value: impl Display) -> String {
+    format!(",{name}=\"{}\"", in_quotes(&value))
 }
 
 /// Returns a label's value as it is written between quotes.
 fn in_quotes(value: &impl Display) -> String {
     value.to_string().replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
-}
-
-fn number(value: f64) -> String {
-    match value {
-        f64::INFINITY => "+Inf".into(),
-        f64::NEG_INFINITY => "-Inf".into(),
-        _ if value.fract() == 0.0 && value.abs() < 1e15 => format!("{value:.0}"),
-        _ => format!("{value:?}"), // the shortest digits that give this number, or NaN
-    }
 }
 
 #[cfg(test)]
@@ -289,7 +253,7 @@ mod tests {
             step: 20,
             epoch: 1,
             loss: f64::INFINITY,
-            lr: 1e-20,
+            lr: 1e-6,
             grad_norm: Some(f64::NAN),
             skipped_steps: None,
             step_us: 250.0,
@@ -300,8 +264,8 @@ mod tests {
         for (name, value) in [
             ("steps_total", "20"),
             ("epoch", "1"),
-            ("loss", "+Inf"),
-            ("learning_rate", "1e-20"),
+            ("loss", "inf"),
+            ("learning_rate", "0.000001"),
             ("gradient_norm", "NaN"),
             ("step_seconds", "0.00025"),
             ("samples_per_second", "1234.5"),
@@ -335,15 +299,15 @@ mod tests {
         let read = || fs::read_to_string(&path).unwrap();
         let first = file(&path);
         assert!(!path.exists());
-        first.begin(3).unwrap();
+        first.write(|latest| latest.first_step = 3).unwrap();
         assert!(read().contains("ddpmp_steps_total{run=\"run\"} 3\n"), "{}", read());
         first.finish(RunState::Failed, None).unwrap();
         assert!(read().contains("{run=\"run\",state=\"failed\"} 1\n"), "{}", read());
-        file(&path).begin(0).unwrap(); // that of a later start
+        file(&path).write(|_| ()).unwrap(); // that of a later start
         assert!(read().contains("{run=\"run\",state=\"failed\"} 0\n"), "{}", read());
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
         fs::write(&path, "other_metric 1\n").unwrap();
-        let error = first.begin(0).unwrap_err().to_string();
+        let error = first.write(|_| ()).unwrap_err().to_string();
         assert!(error.contains("--prometheus") && error.contains("did not write that file"));
         first.finish(RunState::Failed, None).unwrap(); // that failure is known
         assert_eq!(read(), "other_metric 1\n");

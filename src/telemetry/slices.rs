@@ -113,19 +113,15 @@ impl Entered<'_> {
     /// process does not know that of a collective with ranks of other processes.
     fn waited(&self, rank: usize, op: &OpEntry, end: Duration) -> Option<(Duration, usize)> {
         let (group, number) = collective(op)?;
-        let members = match group {
-            0 => None, // all ranks
-            _ => Some(self.dump.groups.get(&group)?),
-        };
+        let members = self.dump.groups.get(&group)?;
         let &(count, (last, last_rank)) = self.arrivals.get(&(group, number))?;
-        let (until, by) = if count == members.map_or(self.dump.world_size, |it| it.len()) {
+        let (until, by) = if count == members.len() {
             (last.min(end), last_rank)
         } else if op.is_open() {
-            let ranks = self.dump.ranks.iter().map(|rank| rank.rank).zip(self.entries);
-            let is_member = |rank: &usize| members.is_none_or(|members| members.contains(rank));
-            let mut missing =
-                ranks.filter(|(rank, ops)| is_member(rank) && !has_entered(ops, (group, number)));
-            (end, missing.next()?.0)
+            let mut ranks = self.dump.ranks.iter().map(|rank| rank.rank).zip(self.entries);
+            let missing = ranks
+                .find(|(rank, ops)| members.contains(rank) && !has_entered(ops, (group, number)));
+            (end, missing?.0)
         } else {
             return None;
         };
@@ -139,11 +135,8 @@ pub(super) const MAX_TRACKS: usize = 62;
 
 /// Returns the first track that is free at `from`, the last one if none is, and occupies it until `to`.
 fn free(track_ends: &mut Vec<Duration>, from: Duration, to: Duration) -> usize {
-    let track = track_ends
-        .iter()
-        .position(|end| *end <= from)
-        .unwrap_or(track_ends.len())
-        .min(MAX_TRACKS - 1);
+    let free = track_ends.iter().position(|end| *end <= from);
+    let track = free.unwrap_or(track_ends.len()).min(MAX_TRACKS - 1);
     track_ends.resize(track_ends.len().max(track + 1), to);
     track_ends[track] = to;
     track

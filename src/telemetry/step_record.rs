@@ -4,7 +4,7 @@
 use std::io;
 use std::path::Path;
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, Once};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use serde_with::{DeserializeFromStr, SerializeDisplay};
@@ -135,12 +135,9 @@ pub(crate) struct StepOfRank {
 
 /// The file of a process, whose ranks write to it.
 #[derive(Debug)]
-pub struct RecordFile(Mutex<State>);
-
-#[derive(Debug)]
-struct State {
-    lines: JsonLines,
-    has_header: bool,
+pub struct RecordFile {
+    lines: Mutex<JsonLines>,
+    header: Once,
 }
 
 impl RecordFile {
@@ -160,7 +157,7 @@ impl RecordFile {
             _ => Ok(()),
         };
         let (lines, ()) = JsonLines::open(format!("--record {}", path.shown()), path, check)?;
-        Ok(Self(Mutex::new(State { lines, has_header: false })))
+        Ok(Self { lines: Mutex::new(lines), header: Once::new() })
     }
 
     /// Writes the header, unless another rank of this process has written it.
@@ -168,11 +165,9 @@ impl RecordFile {
     /// # Errors
     /// [`Error::Write`](crate::Error::Write).
     pub(crate) fn begin(&self, header: RecordHeader) -> Result<()> {
-        let mut state = self.0.lock();
-        if std::mem::replace(&mut state.has_header, true) {
-            return Ok(());
-        }
-        state.lines.line(&RecordLine::Header(header))
+        let mut written = Ok(());
+        self.header.call_once(|| written = self.line(&RecordLine::Header(header)));
+        written
     }
 
     /// Writes a line as a whole.
@@ -180,6 +175,6 @@ impl RecordFile {
     /// # Errors
     /// [`Error::Write`](crate::Error::Write).
     pub(crate) fn line(&self, line: &RecordLine) -> Result<()> {
-        self.0.lock().lines.line(line)
+        self.lines.lock().line(line)
     }
 }

@@ -7,7 +7,6 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::slices::{MAX_TRACKS, Slice, gpu_slices, micros, slices};
@@ -23,11 +22,8 @@ pub(crate) fn process_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf
     if count == 1 || path.file_name().is_none() {
         return path.into();
     }
-    let extension = path
-        .extension()
-        .map_or(String::new(), |extension| format!(".{}", extension.to_string_lossy()));
-    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
-    path.with_file_name(format!("{stem}.{process}{extension}"))
+    let extension = path.extension().map(|extension| format!(".{}", extension.to_string_lossy()));
+    path.with_extension(format!("{process}{}", extension.unwrap_or_default()))
 }
 
 /// Returns the file of a process. `process` is its index and the number of processes.
@@ -48,20 +44,6 @@ pub(crate) fn write_trace(dump: &FlightRecorderDump, out: &mut dyn Write) -> io:
 
 const MARKS: Marks = Marks { begins: "{\"traceEvents\":[", before: ",\"xxh3\":\"", after: "\"}\n" };
 
-/// One event. The fields' names are those of the format.
-#[derive(Serialize)]
-struct TraceEvent<'a> {
-    name: &'a str,
-    ph: &'a str,
-    pid: usize,
-    tid: usize,
-    /// Start, in microseconds.
-    ts: f64,
-    /// The fields that only some kinds of events have.
-    #[serde(flatten)]
-    more: Value,
-}
-
 struct Trace<'a> {
     dump: &'a FlightRecorderDump,
     /// Start of the dump's clock, in microseconds on the clock of process 0.
@@ -78,7 +60,7 @@ impl Trace<'_> {
         writeln!(self.out, "{}", MARKS.begins)?;
         let network = if self.dump.simulates_network { ", simulated network" } else { "" };
         let name = format!("process {process} of {processes}, {}{network}", std::process::id());
-        self.name("process_name", 0, &name)?;
+        self.event("M", "process_name", 0, 0.0, json!({ "args": { "name": name } }))?;
         let rank_slices = slices(self.dump);
         for (rank, slices) in self.dump.ranks.iter().zip(&rank_slices) {
             let last_track = slices.iter().map(|slice| slice.track).max().unwrap_or(0);
@@ -88,22 +70,16 @@ impl Trace<'_> {
                     1 => format!("rank {} communication{network}", rank.rank),
                     _ => format!("rank {} communication {track}", rank.rank),
                 };
-                self.name("thread_name", track_id(rank.rank, track), &name)?;
+                self.name(track_id(rank.rank, track), &name)?;
             }
             self.rank(rank.rank, slices)?;
         }
         for (rank, slices) in self.dump.ranks.iter().zip(&gpu_slices(self.dump, GPU)) {
             if !slices.is_empty() {
-                self.name(
-                    "thread_name",
-                    track_id(rank.rank, GPU),
-                    &format!("rank {} on {}", rank.rank, rank.device),
-                )?;
+                let name = format!("rank {} on {}", rank.rank, rank.device);
+                self.name(track_id(rank.rank, GPU), &name)?;
             }
-            for slice in slices {
-                self.slice(rank.rank, slice)?;
-                self.waiting(rank.rank, slice)?;
-            }
+            slices.iter().try_for_each(|slice| self.slice(rank.rank, slice))?;
         }
         let of_ranks = |value: fn(&RankEntries) -> Option<Value>| -> Value {
             let ranks = self.dump.ranks.iter();
@@ -156,19 +132,8 @@ impl Trace<'_> {
                 }
                 _ => {}
             }
-            self.waiting(rank, slice)?;
         }
         Ok(())
-    }
-
-    /// Writes the time that the rank waited in a slice, if it did.
-    fn waiting(&mut self, rank: usize, slice: &Slice<'_>) -> io::Result<()> {
-        let Some((waited, by)) = slice.waited else { return Ok(()) };
-        let name = format!("waiting for rank {by}");
-        let ts = self.time(slice.op.started_at + BEFORE_WAITING);
-        let dur = micros(waited.saturating_sub(BEFORE_WAITING));
-        let more = json!({ "cat": "wait", "dur": dur });
-        self.event("X", &name, track_id(rank, slice.track), ts, more)
     }
 
     /// Writes a slice around each training step, and counters of its samples and bytes.
@@ -202,9 +167,10 @@ impl Trace<'_> {
         Ok(())
     }
 
+    /// Writes a slice, and the time that the rank waited in it.
     fn slice(&mut self, rank: usize, slice: &Slice<'_>) -> io::Result<()> {
         let op = slice.op;
-        let operation = op.at.operation;
+        let (operation, tid) = (op.at.operation, track_id(rank, slice.track));
         let cat = match op.group {
             Some(_) => "collective",
             None if operation == Operation::Gradient => "gradient",
@@ -230,7 +196,11 @@ impl Trace<'_> {
         let args = all.into_iter().filter_map(|(key, value)| Some((key.into(), value?)));
         let args = args.collect::<Map<_, _>>();
         let more = json!({ "cat": cat, "dur": micros(slice.duration()), "args": args });
-        self.event("X", &name, track_id(rank, slice.track), self.time(op.started_at), more)
+        self.event("X", &name, tid, self.time(op.started_at), more)?;
+        let Some((waited, by)) = slice.waited else { return Ok(()) };
+        let dur = micros(waited.saturating_sub(BEFORE_WAITING));
+        let (name, more) = (format!("waiting for rank {by}"), json!({ "cat": "wait", "dur": dur }));
+        self.event("X", &name, tid, self.time(op.started_at + BEFORE_WAITING), more)
     }
 
     /// Writes an arrow from one slice to another.
@@ -253,21 +223,24 @@ impl Trace<'_> {
         self.event("f", name, track_id(rank, to.track), ts, more)
     }
 
-    fn name(&mut self, what: &str, tid: usize, name: &str) -> io::Result<()> {
-        self.event("M", what, tid, 0.0, json!({ "args": { "name": name } }))?;
-        if what == "thread_name" {
-            let more = json!({ "args": { "sort_index": tid } });
-            self.event("M", "thread_sort_index", tid, 0.0, more)?;
-        }
-        Ok(())
+    /// Names the track `tid`, and gives it its place.
+    fn name(&mut self, tid: usize, name: &str) -> io::Result<()> {
+        self.event("M", "thread_name", tid, 0.0, json!({ "args": { "name": name } }))?;
+        self.event("M", "thread_sort_index", tid, 0.0, json!({ "args": { "sort_index": tid } }))
     }
 
-    /// Writes an event of the kind `ph` on track `tid`, which starts at `ts`.
+    /// Writes an event of the kind `ph` on track `tid`, which starts at `ts`, in microseconds. `more` has the fields that only
+    /// some kinds have. The fields' names are those of the format.
     fn event(&mut self, ph: &str, name: &str, tid: usize, ts: f64, more: Value) -> io::Result<()> {
         if !std::mem::replace(&mut self.first, false) {
             self.out.write_all(b",\n")?;
         }
-        let event = TraceEvent { name, ph, pid: self.dump.process[0], tid, ts, more };
+        let mut event = more;
+        event["name"] = name.into();
+        event["ph"] = ph.into();
+        event["pid"] = self.dump.process[0].into();
+        event["tid"] = tid.into();
+        event["ts"] = ts.into();
         serde_json::to_writer(&mut *self.out, &event).map_err(io::Error::from)
     }
 

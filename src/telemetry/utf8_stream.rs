@@ -25,26 +25,21 @@ impl<'a> Utf8Stream<'a> {
     pub(crate) fn write(&mut self, bytes: &[u8]) -> io::Result<bool> {
         self.incomplete.extend_from_slice(bytes);
         let complete = complete_len(&self.incomplete);
-        let rest = self.incomplete.split_off(complete);
-        self.flush(rest)
+        let text: Vec<u8> = self.incomplete.drain(..complete).collect();
+        if let Some(last) = text.last() {
+            self.ends_line = *last == b'\n';
+        }
+        self.printer.text(&String::from_utf8_lossy(&text))
     }
 
     /// Writes what is left, and a line break if the last line has none.
     ///
     /// # Errors
     /// When stdout cannot be written.
-    pub(crate) fn end(mut self) -> io::Result<()> {
-        self.flush(Vec::new())?;
-        if self.ends_line { Ok(()) } else { self.printer.text("\n").map(drop) }
-    }
-
-    /// Writes the collected bytes, and keeps `rest`.
-    fn flush(&mut self, rest: Vec<u8>) -> io::Result<bool> {
-        let text = std::mem::replace(&mut self.incomplete, rest);
-        if let Some(last) = text.last() {
-            self.ends_line = *last == b'\n';
-        }
-        self.printer.text(&String::from_utf8_lossy(&text))
+    pub(crate) fn end(self) -> io::Result<()> {
+        let rest = String::from_utf8_lossy(&self.incomplete);
+        let line_break = if self.ends_line && rest.is_empty() { "" } else { "\n" };
+        self.printer.text(&format!("{rest}{line_break}")).map(drop)
     }
 }
 

@@ -59,8 +59,7 @@ impl RunContext {
             members.iter().copied().filter(is_of_another_process).collect();
         if let Some(sequence) = sequence {
             let is_group = |group: &u32| self.members(*group).is_some_and(|of| *of == *members);
-            let known = self.known_groups();
-            let Some(group) = std::iter::once(0).chain(known.into_keys()).find(is_group) else {
+            let Some(group) = self.known_groups().into_keys().find(is_group) else {
                 return Vec::new();
             };
             let entered = |rank: &usize| self.remote_snapshots.last_entered(*rank, group);

@@ -127,7 +127,7 @@ impl RunContext {
             activity: (0..world_size).map(|_| CachePadded::default()).collect(),
             flight_recorder: FlightRecorder::new(world_size, ENTRIES),
             remote_snapshots: RemoteSnapshots::default(),
-            groups: Mutex::default(),
+            groups: Mutex::new(BTreeMap::from([(0, (0..world_size).collect())])),
             local_ranks: 0..world_size,
             ranks_here: world_size,
             cores: available_parallelism().map_or(1, usize::from),
@@ -154,14 +154,10 @@ impl RunContext {
 
     /// Returns the ranks of a group; `None` if this process has not joined it. Group 0 has all ranks.
     pub(crate) fn members(&self, group: u32) -> Option<Arc<[usize]>> {
-        if group == 0 {
-            return Some((0..self.activity.len()).collect());
-        }
-        let groups = self.groups.lock();
-        groups.get(&group).cloned()
+        self.groups.lock().get(&group).cloned()
     }
 
-    /// Returns the ranks of all groups that this process has joined, without group 0.
+    /// Returns the ranks of all groups that this process has joined.
     pub(crate) fn known_groups(&self) -> BTreeMap<u32, Arc<[usize]>> {
         self.groups.lock().clone()
     }

@@ -50,17 +50,12 @@ pub(super) fn shown(ranks: usize) -> Vec<Option<usize>> {
 /// Lists the first samples that there is room for. `count` is the number of all samples.
 pub(super) fn samples(first: &[usize], count: usize) -> String {
     const ROOM: usize = 20;
-    let mut text = String::new();
-    for (index, sample) in first.iter().enumerate() {
-        let more = if index + 1 < count { " ..." } else { "" };
-        let next = format!("{text}{}{sample}", if index == 0 { "" } else { " " });
-        if index > 0 && next.len() + more.len() > ROOM {
-            break;
-        }
-        text = next;
-    }
-    let is_all = text.split(' ').count() == count;
-    if is_all { text } else { text + " ..." }
+    let listed = |len: usize| {
+        let samples: Vec<String> = first[..len].iter().map(usize::to_string).collect();
+        samples.join(" ") + if len < count { " ..." } else { "" }
+    };
+    let fitting = (1..=first.len()).map(listed).take_while(|text| text.len() <= ROOM);
+    fitting.last().unwrap_or_else(|| listed(first.len().min(1)))
 }
 
 /// Formats all values with the same decimals, such that the largest has `digits` digits.

@@ -3,7 +3,6 @@
 mod layout;
 mod texts;
 
-use std::iter::once;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -96,15 +95,12 @@ pub struct ExplainedStep {
 impl ExplainedStep {
     /// Returns the factors of the losses of the first few ranks, such as `17 * 2 / 33, 16 * 2 / 33`; `None` without any.
     fn factors(&self, run_info: &RunInfo) -> Option<String> {
-        let (ranks, all) =
-            (self.ranks.len(), self.ranks.iter().map(|rank| rank.count).sum::<usize>());
+        let ranks = self.ranks.len();
+        let all: usize = self.ranks.iter().map(|rank| rank.count).sum();
         let factor = |rank: &RankStep| format!("{} * {ranks} / {all}", rank.count);
-        let mut factors: Vec<String> =
-            self.ranks.iter().take(MAX_LISTED_RANKS).map(factor).collect();
-        if ranks > MAX_LISTED_RANKS {
-            factors.push("...".into());
-        }
-        (run_info.exact_mean && ranks > 1).then(|| factors.join(", "))
+        let factors = self.ranks.iter().take(MAX_LISTED_RANKS).map(factor);
+        let factors = factors.chain((ranks > MAX_LISTED_RANKS).then(|| "...".into()));
+        (run_info.exact_mean && ranks > 1).then(|| factors.collect::<Vec<_>>().join(", "))
     }
 }
 
@@ -126,41 +122,40 @@ impl Explainer {
     /// per rank: of the parameters that it built, and of those that it begins with. `epoch` is the first epoch.
     /// `resumed` is the step of the checkpoint, `None` without one.
     pub fn begin(&self, hashes: &[(u64, u64)], epoch: u64, resumed: Option<u64>) {
-        self.print(&self.explain_rendezvous(), &[]);
+        self.print(self.explain_rendezvous(), Vec::new());
         let were_same = hashes.iter().all(|hash| hash.0 == hashes[0].0);
-        let header = vec![String::new(), self.text("column_built"), self.text("column_start")];
+        let headings = ["column_built", "column_start"].map(|key| self.text(key));
         let of_rank = |rank: usize| vec![hex(hashes[rank].0), hex(hashes[rank].1)];
-        let rows: Vec<_> = once(header).chain(each_rank(hashes.len(), of_rank)).collect();
-        self.print(&self.explain_start(were_same, resumed), &table(&rows));
-        self.print(&self.explain_data(epoch), &[]);
+        let lines = rank_table(&headings, hashes.len(), of_rank);
+        self.print(self.explain_start(were_same, resumed), lines);
+        self.print(self.explain_data(epoch), Vec::new());
     }
 
     /// Explains the first step: how gradients are averaged, and the update.
     pub fn first_step(&self, step: &ExplainedStep) {
-        let mut lines = self.gradients(step, false);
+        let mut lines = self.gradients(step, 4);
         lines.push(format!("  {}{}", self.text("by_hand"), mean(&step.ranks)));
-        self.print(&self.explain_gradients(step, self.run_info.compression), &lines);
-        self.print(&self.explain_update(step), &self.updates(step));
+        self.print(self.explain_gradients(step), lines);
+        self.print(self.explain_update(step), self.updates(step));
     }
 
     /// Explains the second step, in short.
     pub fn second_step(&self, step: &ExplainedStep) {
-        let mut lines = self.gradients(step, true);
+        let mut lines = self.gradients(step, 5);
         lines.extend(paragraph(&self.explain_remaining_steps()));
-        self.print(&self.explain_next_step(step.step), &lines);
+        self.print(self.explain_next_step(step.step), lines);
     }
 
     /// Explains the end, after `steps` steps of the whole run. `hashes` has a 64-bit hash of each rank's parameters.
     pub fn end(&self, steps: u64, hashes: &[u64]) {
-        let rows: Vec<_> = each_rank(hashes.len(), |rank| vec![hex(hashes[rank])]).collect();
-        let mut lines = table(&rows);
+        let mut lines = rank_table(&[], hashes.len(), |rank| vec![hex(hashes[rank])]);
         let are_same = hashes.iter().all(|hash| hash == &hashes[0]);
         lines.extend(paragraph(&self.explain_hashes(are_same)));
-        self.print(&self.explain_end(steps), &lines);
+        self.print(self.explain_end(steps), lines);
     }
 
-    /// Returns a table with a row per rank: samples, loss, gradient, mean, and the new weight if `with_weight`.
-    fn gradients(&self, step: &ExplainedStep, with_weight: bool) -> Vec<String> {
+    /// Returns a table with a row per rank, and the first `columns` of: samples, loss, gradient, mean, new weight.
+    fn gradients(&self, step: &ExplainedStep, columns: usize) -> Vec<String> {
         let ranks = &step.ranks;
         let all = |value: fn(&RankStep) -> f64| ranks.iter().map(value).collect::<Vec<_>>();
         let losses = numbers(&all(|rank| rank.loss), 6);
@@ -178,12 +173,11 @@ impl Explainer {
                 (_, Some(_)) => (listed, losses[rank].clone()),
                 (_, None) => (format!("{mine}: {listed}"), losses[rank].clone()),
             };
-            vec![listed, loss, locals[rank].clone(), means[rank].clone(), weights[rank].clone()]
+            let cells =
+                [listed, loss, locals[rank].clone(), means[rank].clone(), weights[rank].clone()];
+            cells[..columns].to_vec()
         };
-        let header = [vec![String::new()], self.columns(count)].concat();
-        let mut rows: Vec<_> = once(header).chain(each_rank(ranks.len(), of_rank)).collect();
-        rows.iter_mut().for_each(|row| row.truncate(if with_weight { 6 } else { 5 }));
-        table(&rows)
+        rank_table(&self.columns(count)[..columns], ranks.len(), of_rank)
     }
 
     /// Returns a table of each rank's update.
@@ -202,15 +196,11 @@ impl Explainer {
                 (true, true) => format!("{before} - {lr} * ({gradient}) = {after}"),
             }]
         };
-        let header = vec![String::new(), self.update_column()];
-        table(&once(header).chain(each_rank(step.ranks.len(), of_rank)).collect::<Vec<_>>())
+        rank_table(&[self.update_column()], step.ranks.len(), of_rank)
     }
 
-    fn print(&self, section: &Section, lines: &[String]) {
-        let Section { heading, text } = section;
-        let text = paragraph(text);
-        let all: Vec<&str> = text.iter().chain(lines).map(String::as_str).collect();
-        self.printer.report(&[&[heading.as_str()][..], &all].concat().join("\n"));
+    fn print(&self, [heading, text]: Section, lines: Vec<String>) {
+        self.printer.report(&[vec![heading], paragraph(&text), lines].concat().join("\n"));
     }
 }
 
@@ -240,13 +230,17 @@ fn hex(hash: u64) -> String {
     format!("{hash:016x}")
 }
 
-/// Returns the rows `rank 0` and so on, each with its cells; shortened for many ranks.
-fn each_rank(
+/// Returns a table of the rows `rank 0` and so on, each with its cells; shortened for many ranks. There are no `headings`, or
+/// one for each column.
+fn rank_table(
+    headings: &[String],
     ranks: usize,
     cells: impl Fn(usize) -> Vec<String>,
-) -> impl Iterator<Item = Vec<String>> {
-    shown(ranks).into_iter().map(move |rank| match rank {
+) -> Vec<String> {
+    let header = (!headings.is_empty()).then(|| [&[String::new()][..], headings].concat());
+    let rows = shown(ranks).into_iter().map(|rank| match rank {
         Some(rank) => [vec![format!("rank {rank}")], cells(rank)].concat(),
         None => vec!["...".into()],
-    })
+    });
+    table(&header.into_iter().chain(rows).collect::<Vec<_>>())
 }

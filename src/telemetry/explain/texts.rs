@@ -9,10 +9,7 @@ use crate::optim::OptimizerLayout;
 use crate::telemetry::language::filled;
 
 /// A heading, and a paragraph below it.
-pub(super) struct Section {
-    pub heading: String,
-    pub text: String,
-}
+pub(super) type Section = [String; 2];
 
 /// The table `explain` of a language's file: each text by its key. A text may have placeholders, and may be a part of a
 /// paragraph.
@@ -27,7 +24,12 @@ impl Explainer {
         self.joined(&[Some(key)], &[])
     }
 
-    /// Joins the texts of `keys`, and fills in `values` and those of the run.
+    /// Returns the text of `key` with its placeholders; none without a key.
+    fn part(&self, key: Option<&str>) -> &str {
+        key.map_or("", |key| self.texts[key].as_str())
+    }
+
+    /// Joins the texts of `keys`, and fills in `values` and those of the run. A value may have the placeholders of later ones.
     fn joined(&self, keys: &[Option<&str>], values: &[Value]) -> String {
         let run_info = &self.run_info;
         let of_run: [Value; 7] = [
@@ -39,7 +41,7 @@ impl Explainer {
             ("samples", &run_info.samples),
             ("optimizer", &run_info.optimizer),
         ];
-        let text: String = keys.iter().flatten().map(|key| self.texts[*key].as_str()).collect();
+        let text: String = keys.iter().map(|key| self.part(*key)).collect();
         filled(&filled(&text, values), &of_run)
     }
 
@@ -49,7 +51,7 @@ impl Explainer {
     }
 
     fn section(&self, heading: &str, keys: &[Option<&str>], values: &[Value]) -> Section {
-        Section { heading: self.joined(&[Some(heading)], values), text: self.joined(keys, values) }
+        [&[Some(heading)][..], keys].map(|keys| self.joined(keys, values))
     }
 
     /// Explains how the ranks find each other.
@@ -65,7 +67,7 @@ impl Explainer {
             _ => "rendezvous_of_processes",
         };
         let shares = way == "rendezvous_of_processes" && has_neighbours;
-        let channel = self.joined(&[has_neighbours.then_some("rendezvous_channel")], &[]);
+        let channel = self.part(has_neighbours.then_some("rendezvous_channel"));
         let keys = [Some(way), shares.then_some("rendezvous_shares_memory")];
         self.section("rendezvous", &keys, &[("channel", &channel)])
     }
@@ -100,7 +102,6 @@ impl Explainer {
         let RunInfo { world_size: ranks, samples, shuffles, drops_last, exact_mean, .. } =
             self.run_info;
         let order = if shuffles { "data_shuffled" } else { "data_in_order" };
-        let order = self.joined(&[Some(order)], &[("epoch", &epoch)]);
         let [heading, text] = match ranks {
             1 => ["data_of_one", "data_for_one"],
             _ => ["data_of_ranks", "data_for_each"],
@@ -111,8 +112,9 @@ impl Explainer {
             (false, true) => "data_uneven",
             (false, false) => "data_repeated",
         };
-        let values: [Value; 5] = [
-            ("order", &order),
+        let values: [Value; 6] = [
+            ("order", &self.part(Some(order))),
+            ("epoch", &epoch),
             ("twice_ranks", &(2 * ranks)),
             ("left", &left),
             ("last_rank", &left.saturating_sub(1)),
@@ -121,42 +123,38 @@ impl Explainer {
         self.section(heading, &[Some(text), (left > 0).then_some(rest)], &values)
     }
 
-    /// Explains how gradients are averaged. `form` is that in which they are sent, `None` if unchanged.
-    pub(super) fn explain_gradients(&self, step: &ExplainedStep, form: Option<&str>) -> Section {
-        let batches = self.run_info.accumulate;
-        let accumulated = (batches > 1).then_some("gradients_accumulated");
+    /// Explains how gradients are averaged.
+    pub(super) fn explain_gradients(&self, step: &ExplainedStep) -> Section {
+        let RunInfo { world_size, accumulate, compression, .. } = self.run_info;
+        let accumulated = (accumulate > 1).then_some("gradients_accumulated");
         let factors = step.factors(&self.run_info);
         let multiplied = factors.as_ref().map(|_| "gradients_exact_mean");
-        let values: [Value; 6] = [
-            ("accumulated", &self.joined(&[accumulated], &[("batches", &batches)])),
-            (
-                "multiplied",
-                &self.joined(&[multiplied], &[("factors", &factors.unwrap_or_default())]),
-            ),
-            (
-                "buckets",
-                &self.counted(["gradients_bucket", "gradients_buckets"], step.buckets as u64),
-            ),
-            ("form", &form.unwrap_or_default()),
+        let buckets = ["gradients_bucket", "gradients_buckets"];
+        let values: [Value; 8] = [
+            ("accumulated", &self.part(accumulated)),
+            ("batches", &accumulate),
+            ("multiplied", &self.part(multiplied)),
+            ("factors", &factors.unwrap_or_default()),
+            ("buckets", &self.counted(buckets, step.buckets as u64)),
+            ("form", &compression.unwrap_or_default()),
             ("step", &step.step),
             ("weight", &step.weight),
         ];
-        let [heading, text] = match self.run_info.world_size {
+        let [heading, text] = match world_size {
             1 => ["gradients_of_one", "gradients_for_one"],
             _ => ["gradients_of_ranks", "gradients_for_each"],
         };
-        let compressed = form.map(|_| "gradients_compressed");
+        let compressed = compression.map(|_| "gradients_compressed");
         self.section(heading, &[Some(text), compressed, Some("gradients_largest")], &values)
     }
 
     /// Returns the headings of samples, loss, gradient, mean and weight. `num_samples` is `None` if the ranks have
     /// different numbers of samples.
     pub(super) fn columns(&self, num_samples: Option<usize>) -> Vec<String> {
+        let equal = ["column_one_sample", "column_equal_samples"];
         let samples = match num_samples {
             None => self.text("column_samples"),
-            Some(count) => {
-                self.counted(["column_one_sample", "column_equal_samples"], count as u64)
-            }
+            Some(count) => self.counted(equal, count as u64),
         };
         let others = ["column_loss", "column_gradient", "column_averaged", "column_weight"];
         std::iter::once(samples).chain(others.map(|key| self.text(key))).collect()
@@ -270,6 +268,7 @@ mod tests {
                 ..ranks.clone()
             },
             RunInfo { backend: "nccl", accumulate: 2, ..ranks.clone() },
+            RunInfo { compression: Some("bfloat16"), ..ranks.clone() },
             RunInfo { backend: "nccl", ..processes.clone() },
             RunInfo { backend: "nccl", world_size: 2, ..processes.clone() },
             one,
@@ -315,7 +314,7 @@ mod tests {
         assert_eq!(step.factors(&run_info).unwrap(), "1 * 2 / 4, 3 * 2 / 4");
         let printer = Arc::new(Printer::new(LogFormat::Text));
         let explainer = Explainer::new(Language::En, run_info, printer);
-        let said = explainer.explain_gradients(&step, None).text;
+        let [_, said] = explainer.explain_gradients(&step);
         assert!(said.contains("its mean loss times 1 * 2 / 4, 3 * 2 / 4 (--exact-mean"), "{said}");
     }
 
@@ -326,9 +325,9 @@ mod tests {
             explainer.explain_start(true, None),
             explainer.explain_start(false, Some(7)),
             explainer.explain_data(3),
-            explainer.explain_gradients(&step(1), None),
-            explainer.explain_gradients(&counted_step(), None),
-            explainer.explain_gradients(&step(2), Some("bfloat16")),
+            explainer.explain_gradients(&step(1)),
+            explainer.explain_gradients(&counted_step()),
+            explainer.explain_gradients(&step(2)),
             explainer.explain_update(&step(1)),
             explainer.explain_next_step(1),
             explainer.explain_end(1),
@@ -336,7 +335,7 @@ mod tests {
         ];
         let mut texts =
             ["column_built", "column_start", "by_hand"].map(|key| explainer.text(key)).to_vec();
-        texts.extend(sections.into_iter().flat_map(|section| [section.heading, section.text]));
+        texts.extend(sections.into_iter().flatten());
         texts.push(explainer.explain_remaining_steps());
         texts.extend([true, false].map(|are_same| explainer.explain_hashes(are_same)));
         texts.push(explainer.update_column());

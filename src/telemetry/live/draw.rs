@@ -14,7 +14,7 @@ use strum::IntoEnumIterator;
 
 use super::lanes::Phase;
 use super::state::LiveState;
-use crate::telemetry::rate_text;
+use crate::telemetry::train_texts;
 
 /// Whether the view uses colours. Its letters say the same.
 #[derive(Debug, Clone, Copy)]
@@ -80,22 +80,14 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &LiveState, theme: Theme) {
 fn draw_header(frame: &mut Frame<'_>, area: Rect, state: &LiveState, theme: Theme) {
     let bold = Style::new().add_modifier(Modifier::BOLD);
     let mut first = vec![state.title.clone()];
-    if let Some(step) = state.step {
-        first.push(match state.steps {
-            Some(steps) if steps > 0 => {
-                format!("step {step} of {steps} ({:.0} %)", 100.0 * step as f64 / steps as f64)
-            }
-            _ => format!("step {step}"),
-        });
-    }
+    first.extend(state.step.map(|step| {
+        let percent = |all: u64| format!(" of {all} ({:.0} %)", 100.0 * step as f64 / all as f64);
+        let of_all = state.steps.filter(|steps| *steps > 0).map(percent);
+        format!("step {step}{}", of_all.unwrap_or_default())
+    }));
     first.push(format!("{} passed", clock(state.now)));
     first.extend(state.time_left().map(|left| format!("{} left", clock(left))));
-    let mut second = Vec::new();
-    if let Some(metrics) = &state.metrics {
-        second.push(format!("loss {:.4}", metrics.loss));
-        second.push(format!("lr {:.3e}", metrics.lr));
-        second.push(rate_text(metrics));
-    }
+    let mut second = state.metrics.as_ref().map_or(Vec::new(), |it| train_texts(it).to_vec());
     second.extend(state.steps_per_second().map(|rate| format!("{rate:.1} steps/s")));
     let failed = state.failed.map(|rank| format!("rank {rank} has failed; the run ends"));
     let third = match failed.or_else(|| state.straggler()) {
@@ -225,7 +217,7 @@ mod tests {
     use crate::operation::{OpId, Operation};
     use crate::records::TrainMetrics;
     use crate::runtime::OpEntry;
-    use crate::telemetry::live::snapshot::{RankSnapshot, RunSnapshot, Source};
+    use crate::telemetry::live::snapshot::{RankSnapshot, RunSnapshot};
 
     /// Rank 1 is late: the others wait for it in all_reduce #2.
     fn snapshot(ranks: usize) -> RunSnapshot {
@@ -246,18 +238,20 @@ mod tests {
                 ops.push(op(Operation::AllReduce, 2, Some(0), 110, None));
             }
             let at = OpId { operation: Operation::UserCode, sequence: 0 };
-            RankSnapshot { at, ops, source: Source::Direct }
+            RankSnapshot { at, ops, age: Some(Duration::ZERO) }
         };
         RunSnapshot {
             now: Duration::from_millis(200),
             ranks: (0..ranks).map(of_rank).collect(),
-            ..RunSnapshot::default()
+            groups: [(0, (0..ranks).collect())].into(),
+            failed: None,
         }
     }
 
     fn state(snapshot: &RunSnapshot) -> LiveState {
         let labels = (0..snapshot.ranks.len()).map(|rank| format!("CPU:{rank}")).collect();
-        let mut state = LiveState::new("mlp on ranks".into(), labels);
+        let title = "mlp on ranks".into();
+        let mut state = LiveState { title, labels, ..LiveState::default() };
         for _ in 0..12 {
             state.update(snapshot);
         }

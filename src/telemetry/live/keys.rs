@@ -8,7 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use crossbeam::channel::{Receiver, Sender, unbounded};
-use crossterm::event::{self, Event, KeyEvent, KeyEventKind};
+use crossterm::event::{self, KeyEvent};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
@@ -51,14 +51,9 @@ fn read(keys_tx: &Sender<KeyEvent>) {
         }
         // One read may give several keys.
         while event::poll(AT_ONCE).unwrap_or(false) {
-            match event::read() {
-                Ok(Event::Key(key)) if key.kind != KeyEventKind::Release => {
-                    if keys_tx.send(key).is_err() {
-                        return;
-                    }
-                }
-                Ok(_) => {}
-                Err(_) => return,
+            let Ok(event) = event::read() else { return };
+            if let Some(key) = event.as_key_press_event() {
+                let _ = keys_tx.send(key); // the receiver is never dropped
             }
         }
     }

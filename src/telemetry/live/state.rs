@@ -47,15 +47,10 @@ pub(super) struct LiveState {
     /// Whether the ranks have ended.
     pub has_ended: bool,
     /// The step of the first snapshot that had one, and its time.
-    first_step: Option<(u64, Duration)>,
+    pub first_step: Option<(u64, Duration)>,
 }
 
 impl LiveState {
-    /// Returns the state before the first snapshot, for ranks with these labels.
-    pub(super) fn new(title: String, labels: Vec<String>) -> Self {
-        Self { title, labels, ..Self::default() }
-    }
-
     /// Shows another snapshot of the ranks.
     pub(super) fn update(&mut self, snapshot: &RunSnapshot) {
         self.now = snapshot.now;

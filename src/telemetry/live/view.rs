@@ -1,13 +1,12 @@
 //! The live view of a run: a thread that looks at the ranks, draws, and reads keys. The ranks do not notice it.
 
-use std::convert::Infallible;
 use std::io::{self, BufWriter, Stderr};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use crossbeam::channel::RecvTimeoutError;
 use crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use parking_lot::Mutex;
 use ratatui::Terminal;
@@ -36,124 +35,88 @@ const KEY_WAIT: Duration = Duration::from_millis(20);
 #[derive(Debug)]
 pub(crate) struct LiveView {
     printer: Arc<Printer>,
-    progress: Arc<Progress>,
-    /// Disconnected when the view stops reading the ranks' state.
-    looking_rx: Receiver<Infallible>,
-    thread: Option<JoinHandle<io::Result<()>>>,
-}
-
-/// How far a run is, for its view.
-#[derive(Debug, Default)]
-struct Progress {
-    /// Whether the ranks have ended.
-    ranks_ended: AtomicBool,
+    /// The ranks when they have ended.
+    last: Arc<OnceLock<RunSnapshot>>,
     /// Whether the view is to close.
-    closes: AtomicBool,
+    closes: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl LiveView {
     /// Shows the ranks of `source` on the terminal, under `title` and with a label such as `CPU:0` for each. The key to
-    /// stop sets `stop`. Returns `None`, with a note, if the terminal cannot be used.
+    /// stop sets `stop`.
+    ///
+    /// # Errors
+    /// If the terminal cannot be used.
     pub(crate) fn start(
         printer: &Arc<Printer>,
         title: String,
         labels: Vec<String>,
         stop: Option<Arc<StopRequest>>,
         source: Snapshots,
-    ) -> Option<Self> {
-        let screen = match Screen::enter() {
-            Ok(screen) => screen,
-            Err(error) => {
-                printer.report(&format!("--live: the terminal cannot be used: {error}"));
-                return None;
-            }
-        };
+    ) -> io::Result<Self> {
+        let screen = Screen::enter(printer)?;
         let feed = printer.open_live();
-        let progress = Arc::<Progress>::default();
-        let (looking_tx, looking_rx) = bounded(0);
+        let (last, closes) = (Arc::<OnceLock<_>>::default(), Arc::<AtomicBool>::default());
         let view = View {
-            state: LiveState::new(title, labels),
-            source: Some((source, looking_tx)),
+            state: LiveState { title, labels, ..LiveState::default() },
+            source,
+            last: last.clone(),
             feed,
             stop,
             theme: Theme::from_env(),
-            progress: progress.clone(),
-            keys: keys(),
+            closes: closes.clone(),
             snapshot_at: Instant::now(),
         };
         let thread = thread::Builder::new().name("live".into());
-        let closes = CloseLive(printer.clone());
+        let reporter = printer.clone();
         let run = move || {
-            let _closes = closes; // also if the view ends before the run
-            view.run(screen)
+            if let Err(error) = view.run(screen) {
+                reporter.report(&format!("--live: the view has ended: {error}"));
+            }
         };
-        match thread.spawn(run) {
-            Ok(thread) => {
-                Some(Self { printer: printer.clone(), progress, looking_rx, thread: Some(thread) })
-            }
-            Err(error) => {
-                printer.report(&not_started("the thread of --live", &error));
-                None
-            }
+        let refused = |error| io::Error::other(not_started("the thread of --live", &error));
+        let thread = Some(thread.spawn(run).map_err(refused)?);
+        Ok(Self { printer: printer.clone(), last, closes, thread })
+    }
+
+    /// Shows from now on how the ranks have ended: `last`.
+    pub(crate) fn end_ranks(&self, last: RunSnapshot) {
+        let _ = self.last.set(last);
+    }
+
+    /// Waits until the view has closed: until the user presses a key, or a signal asks the run to stop. Its [`Screen`] then
+    /// prints the lines for the terminal.
+    pub(crate) fn join(&mut self) {
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            self.printer.report("--live: the view has failed; the run was not affected");
         }
-    }
-
-    /// Makes the view read the ranks' state one last time, after they have ended. Returns when it has.
-    pub(crate) fn end_ranks(&self) {
-        self.progress.ranks_ended.store(true, Ordering::Release);
-        let _ = self.looking_rx.recv(); // nothing is sent
-    }
-
-    /// Keeps the last screen until the user presses a key, or a signal asks the run to stop.
-    pub(crate) fn keep_until_key(mut self) {
-        self.join();
-    }
-
-    /// Waits until the view has closed. [`CloseLive`] of its thread then prints the lines for the terminal.
-    fn join(&mut self) {
-        match self.thread.take().map(JoinHandle::join) {
-            Some(Err(_)) => {
-                self.printer.report("--live: the view has failed; the run was not affected")
-            }
-            Some(Ok(Err(error))) => {
-                self.printer.report(&format!("--live: the view has ended: {error}"))
-            }
-            Some(Ok(Ok(()))) | None => {}
-        }
-    }
-}
-
-/// Gives the terminal's lines back to the printer when it is dropped: at the end of the view's thread, and where that cannot
-/// be started.
-struct CloseLive(Arc<Printer>);
-
-impl Drop for CloseLive {
-    fn drop(&mut self) {
-        self.0.close_live();
     }
 }
 
 impl Drop for LiveView {
     fn drop(&mut self) {
-        self.progress.ranks_ended.store(true, Ordering::Release);
-        self.progress.closes.store(true, Ordering::Release);
+        self.closes.store(true, Ordering::Release);
         self.join();
     }
 }
 
-/// The terminal while it shows a view. Brought back to normal when it is dropped.
+/// The terminal while it shows a view. Brought back to normal when it is dropped: at the end of the view's thread, which may be
+/// before that of the run, and where that thread cannot be started.
 struct Screen {
     terminal: Terminal<CrosstermBackend<BufWriter<Stderr>>>,
+    /// Gets the terminal's lines back.
+    printer: Arc<Printer>,
 }
 
 impl Screen {
     /// Switches to the view's screen.
-    fn enter() -> io::Result<Self> {
+    fn enter(printer: &Arc<Printer>) -> io::Result<Self> {
         terminal::enter_screen().inspect_err(|_| terminal::restore())?;
         // One write for a frame: stderr itself has no buffer.
         let backend = CrosstermBackend::new(BufWriter::with_capacity(1 << 16, io::stderr()));
         let terminal = Terminal::new(backend).inspect_err(|_| terminal::restore())?;
-        Ok(Self { terminal })
+        Ok(Self { terminal, printer: printer.clone() })
     }
 
     /// Clears the screen, so that the next frame draws all of it. (`Terminal::clear` would ask the terminal for the
@@ -169,6 +132,7 @@ impl Drop for Screen {
         // The terminal writes its own last words first.
         let _ = self.terminal.show_cursor();
         terminal::restore();
+        self.printer.close_live();
     }
 }
 
@@ -177,13 +141,13 @@ type Snapshots = Box<dyn Fn() -> RunSnapshot + Send>;
 
 struct View {
     state: LiveState,
-    /// The ranks, until they have ended; and what is dropped when the view stops reading their state.
-    source: Option<(Snapshots, Sender<Infallible>)>,
+    /// Looked at until the ranks have ended.
+    source: Snapshots,
+    last: Arc<OnceLock<RunSnapshot>>,
     feed: Arc<Mutex<Feed>>,
     stop: Option<Arc<StopRequest>>,
     theme: Theme,
-    progress: Arc<Progress>,
-    keys: &'static Receiver<KeyEvent>,
+    closes: Arc<AtomicBool>,
     /// The moment of the last snapshot.
     snapshot_at: Instant,
 }
@@ -192,15 +156,12 @@ impl View {
     fn run(mut self, mut screen: Screen) -> io::Result<()> {
         let mut was_ours = true;
         while !self.is_over() {
-            if self.progress.ranks_ended.load(Ordering::Acquire) && self.source.is_some() {
-                self.state.has_ended = true;
-                self.refresh();
-                self.source = None;
-            }
+            let began = Instant::now();
+            self.refresh();
             // In the background, after Ctrl-Z and `bg`, the terminal is the shell's.
             if !terminal::is_ours() {
                 was_ours = false;
-                if self.source.is_none() {
+                if self.state.has_ended {
                     return Ok(()); // nobody could press a key
                 }
                 thread::park_timeout(FRAMES.0);
@@ -209,8 +170,6 @@ impl View {
             if !std::mem::replace(&mut was_ours, true) {
                 screen.clear()?;
             }
-            let began = Instant::now();
-            self.refresh();
             screen.terminal.draw(|frame| draw(frame, &self.state, self.theme))?;
             let next = (began.elapsed() * FRAME_SHARE).clamp(FRAMES.0, FRAMES.1);
             self.wait(&mut screen, next)?;
@@ -220,8 +179,10 @@ impl View {
 
     /// Looks at the ranks and takes what has come since.
     fn refresh(&mut self) {
-        if let Some((snapshot, _)) = &self.source {
-            self.state.update(&snapshot());
+        if !self.state.has_ended {
+            let last = self.last.get().cloned();
+            self.state.has_ended = last.is_some();
+            self.state.update(&last.unwrap_or_else(|| (self.source)()));
             self.snapshot_at = Instant::now();
         }
         let now = self.state.now.saturating_add(self.snapshot_at.elapsed());
@@ -236,41 +197,33 @@ impl View {
     /// Returns whether the view closes: the view is not being kept open, or the user has seen how the run has ended.
     fn is_over(&self) -> bool {
         let is_asked = self.stop.as_ref().is_some_and(|stop| stop.request_reason().is_some());
-        self.progress.closes.load(Ordering::Acquire) || (self.source.is_none() && is_asked)
+        self.closes.load(Ordering::Acquire) || (self.state.has_ended && is_asked)
     }
 
     /// Waits for `time`, or until a key was pressed or the ranks end.
     fn wait(&mut self, screen: &mut Screen, time: Duration) -> io::Result<()> {
-        let began = Instant::now();
-        let runs = self.source.is_some();
-        while !(self.is_over() || (runs && self.progress.ranks_ended.load(Ordering::Acquire)))
-            && began.elapsed() < time
-        {
-            match self.keys.recv_timeout(KEY_WAIT) {
+        let (began, runs) = (Instant::now(), !self.state.has_ended);
+        while began.elapsed() < time && !self.is_over() && !(runs && self.last.get().is_some()) {
+            match keys().recv_timeout(KEY_WAIT) {
                 Ok(key) => return self.press(screen, key),
                 Err(RecvTimeoutError::Timeout) => {}
                 // Without a terminal for input there are no keys.
                 Err(RecvTimeoutError::Disconnected) if runs => thread::park_timeout(KEY_WAIT),
-                Err(RecvTimeoutError::Disconnected) => {
-                    self.progress.closes.store(true, Ordering::Release);
-                }
+                Err(RecvTimeoutError::Disconnected) => self.closes.store(true, Ordering::Release),
             }
         }
         Ok(())
     }
 
     fn press(&mut self, screen: &mut Screen, key: KeyEvent) -> io::Result<()> {
-        if self.source.is_none() {
-            self.progress.closes.store(true, Ordering::Release);
+        if self.state.has_ended {
+            self.closes.store(true, Ordering::Release);
             return Ok(());
         }
+        let is_control = key.modifiers.contains(KeyModifiers::CONTROL);
         match key.code {
-            KeyCode::Char('c') if key.modifiers.contains(KeyModifiers::CONTROL) => {
-                terminal::interrupt();
-            }
-            KeyCode::Char('l') if key.modifiers.contains(KeyModifiers::CONTROL) => {
-                screen.clear()?;
-            }
+            KeyCode::Char('c') if is_control => terminal::interrupt(),
+            KeyCode::Char('l') if is_control => screen.clear()?,
             KeyCode::Up | KeyCode::Char('k') => self.state.scroll(-1),
             KeyCode::Down | KeyCode::Char('j') => self.state.scroll(1),
             KeyCode::Char('s' | 'q') => {

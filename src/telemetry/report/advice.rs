@@ -51,21 +51,19 @@ pub(crate) fn advice(end: &End, run: Conditions<'_>) -> Vec<String> {
     let phases = end.phases();
     let Some(outside) = outside_collectives(&phases) else { return advice };
     let total: f64 = phases.iter().map(|rank| rank.own() + rank.collectives).sum();
-    let share = |of: fn(&PhaseSeconds) -> f64| phases.iter().map(of).sum::<f64>() / total;
     let mut say = |text: String| advice.push(text);
     if let Some(straggler) = run.straggler {
         let (Straggler { rank, seconds, .. }, phase_text) = (straggler, straggler.phase_text());
-        let remedy = match straggler.phase {
-            "save" => {
-                "Save less often, with a larger --save-every or --save-every-epochs, or on a faster disk."
-            }
-            _ => "Look at what it does there, or at what else runs on its device.",
+        let remedy = if straggler.phase == "save" {
+            "Save less often, with a larger --save-every or --save-every-epochs, or on a faster disk."
+        } else {
+            "Look at what it does there, or at what else runs on its device."
         };
         say(format!(
             "Rank {rank} was the straggler: it delayed the others by {seconds:.1} s {phase_text}. {remedy}"
         ));
     }
-    let data = share(|rank| rank.data);
+    let data = phases.iter().map(|rank| rank.data).sum::<f64>() / total;
     if data > MIN_ADVICE_SHARE {
         let remedy = match run.num_workers {
             0 => ": try --num-workers 2".into(),

@@ -11,7 +11,6 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::metrics_logger::add_point;
 use super::{Marks, Output};
 use crate::records::{TrainMetrics, ValidationMetrics};
 pub(crate) use advice::{Conditions, advice, outside_collectives};
@@ -50,14 +49,7 @@ pub(crate) struct Curves {
     pub validation: Vec<ValidationMetrics>,
 }
 
-/// Maximum number of points of a curve. At this number, every other point is dropped.
-const MAX_CURVE_POINTS: usize = 4000;
-
 impl Curves {
-    pub(super) fn train(&mut self, metrics: &TrainMetrics) {
-        add_point(&mut self.train, MAX_CURVE_POINTS, metrics.clone());
-    }
-
     /// Returns the points until `step` of the page that an earlier run has written to `output`; none if there is none.
     pub(crate) fn of_earlier(output: &Output, step: u64) -> Self {
         let page = fs::read_to_string(output.path()).unwrap_or_default();
@@ -67,12 +59,13 @@ impl Curves {
             let end = after.lines().next()?;
             Some(page.split_once(begin)?.1.split_once(end)?.0)
         });
-        let data: Option<Value> = data.and_then(|data| serde_json::from_str(data).ok());
-        let data = data.as_ref();
-        Self {
-            train: points(data, "train", |it: &TrainMetrics| it.step <= step),
-            validation: points(data, "validation", |it: &ValidationMetrics| it.step <= step),
-        }
+        let data = data.and_then(|data| serde_json::from_str(data).ok());
+        let data: Value = data.unwrap_or_default();
+        let mut curves =
+            Self { train: points(&data["train"]), validation: points(&data["validation"]) };
+        curves.train.retain(|point| point.step <= step);
+        curves.validation.retain(|point| point.step <= step);
+        curves
     }
 
     /// Returns the mean loss of the first quarter of the points, and of the last. `None` with fewer than four.
@@ -81,19 +74,15 @@ impl Curves {
         let mean = |points: &[TrainMetrics]| {
             points.iter().map(|point| point.loss).sum::<f64>() / quarter as f64
         };
-        let first = self.train.get(..quarter).filter(|points| !points.is_empty())?;
-        Some([mean(first), mean(&self.train[self.train.len() - quarter..])])
+        let ends = [&self.train[..quarter], &self.train[self.train.len() - quarter..]];
+        (quarter > 0).then(|| ends.map(mean))
     }
 }
 
-/// Returns the points of the curve `name` that `are_wanted`, without those that are not finite.
-fn points<T: DeserializeOwned>(
-    data: Option<&Value>,
-    name: &str,
-    are_wanted: impl Fn(&T) -> bool,
-) -> Vec<T> {
-    let all = data.and_then(|data| data[name].as_array()).into_iter().flatten();
-    all.filter_map(|point| T::deserialize(point).ok()).filter(are_wanted).collect()
+/// Returns the points of a curve, without those that are not finite.
+fn points<T: DeserializeOwned>(curve: &Value) -> Vec<T> {
+    let all = curve.as_array().into_iter().flatten();
+    all.filter_map(|point| T::deserialize(point).ok()).collect()
 }
 
 impl Page<'_> {

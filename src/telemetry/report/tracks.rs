@@ -1,7 +1,5 @@
 //! The timeline of a report: the entries of the trace in a compact form.
 
-use std::collections::HashMap;
-
 use serde::Serialize;
 use strum::IntoEnumIterator;
 
@@ -44,7 +42,7 @@ impl<'a> Tracks<'a> {
     /// Collects the newest entries of each rank of `dump`, and of its GPU.
     pub(crate) fn new(dump: &'a FlightRecorderDump) -> Self {
         let most = MAX_RECORDS / dump.ranks.len().max(1);
-        let mut call_sites = CallSites::default();
+        let mut places = Vec::new();
         let mut lost = 0;
         let mut ranks = Vec::new();
         let slices = dump.ranks.iter().zip(slices(dump)).zip(gpu_slices(dump, 1));
@@ -76,7 +74,7 @@ impl<'a> Tracks<'a> {
                     track,
                     waited,
                     by,
-                    call_sites.number(&op.source_line),
+                    place(&mut places, &op.source_line),
                 )
             };
             let entries = slices.drain(too_many..).map(entry).collect();
@@ -84,32 +82,16 @@ impl<'a> Tracks<'a> {
         }
         let operations = Operation::iter().map(|operation| operation.to_string()).collect();
         let may_wait = Operation::iter().map(Operation::may_wait).collect();
-        Self {
-            end: micros(dump.taken),
-            lost,
-            operations,
-            may_wait,
-            places: call_sites.names,
-            ranks,
-        }
+        Self { end: micros(dump.taken), lost, operations, may_wait, places, ranks }
     }
 }
 
-/// Call sites, each listed once.
-#[derive(Debug, Default)]
-struct CallSites {
-    names: Vec<String>,
-    known: HashMap<(&'static str, u32), i64>,
-}
-
-impl CallSites {
-    /// Returns the number of a call site; -1 if it is unknown.
-    fn number(&mut self, line: &SourceLine) -> i64 {
-        let SourceLine::Here(call_site) = line else { return -1 };
-        let (file, line) = (call_site.file(), call_site.line());
-        *self.known.entry((file, line)).or_insert_with(|| {
-            self.names.push(format!("{file}:{line}"));
-            self.names.len() as i64 - 1
-        })
+/// Returns the index of a call site in `places`, which lists each once; -1 if it is unknown.
+fn place(places: &mut Vec<String>, line: &SourceLine) -> i64 {
+    let SourceLine::Here(_) = line else { return -1 };
+    let name = line.to_string();
+    if !places.contains(&name) {
+        places.push(name.clone());
     }
+    places.iter().position(|place| *place == name).map_or(-1, |index| index as i64)
 }

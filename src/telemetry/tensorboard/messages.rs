@@ -1,6 +1,6 @@
 //! The messages of TensorFlow's protocol buffers that TensorBoard's files consist of: event.proto and summary.proto.
 
-use prost::{Message, Oneof};
+use prost::Message;
 
 /// One record of a file: TensorFlow's message `Event`.
 #[derive(Clone, PartialEq, Message)]
@@ -10,19 +10,13 @@ pub(super) struct EventMessage {
     pub wall_time: f64,
     #[prost(int64, tag = "2")]
     pub step: i64,
-    #[prost(oneof = "What", tags = "3, 5, 7")]
-    pub what: Option<What>,
-}
-
-#[derive(Clone, PartialEq, Oneof)]
-pub(super) enum What {
-    /// The version of the format, in the first record.
-    #[prost(string, tag = "3")]
-    FileVersion(String),
-    #[prost(message, tag = "5")]
-    Summary(Summary),
-    #[prost(message, tag = "7")]
-    SessionLog(SessionLog),
+    /// The version of the format, in the first record. Other records have one of the fields below.
+    #[prost(string, optional, tag = "3")]
+    pub file_version: Option<String>,
+    #[prost(message, optional, tag = "5")]
+    pub summary: Option<Summary>,
+    #[prost(message, optional, tag = "7")]
+    pub session_log: Option<SessionLog>,
 }
 
 /// What has happened to a run: message `SessionLog`.
@@ -39,20 +33,15 @@ pub(super) struct Summary {
     pub value: Vec<Value>,
 }
 
+/// A number, or a histogram.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct Value {
     #[prost(string, tag = "1")]
     pub tag: String,
-    #[prost(oneof = "Kind", tags = "2, 5")]
-    pub kind: Option<Kind>,
-}
-
-#[derive(Clone, PartialEq, Oneof)]
-pub(super) enum Kind {
-    #[prost(float, tag = "2")]
-    SimpleValue(f32),
-    #[prost(message, tag = "5")]
-    Histogram(Histogram),
+    #[prost(float, optional, tag = "2")]
+    pub simple_value: Option<f32>,
+    #[prost(message, optional, tag = "5")]
+    pub histogram: Option<Histogram>,
 }
 
 #[derive(Clone, PartialEq, Message)]

@@ -3,13 +3,13 @@
 mod messages;
 
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use prost::Message;
 
 use crate::files::{Appender, Place};
-use messages::{EventMessage, Histogram, Kind, SessionLog, Summary, Value, What};
+use messages::{EventMessage, Histogram, SessionLog, Summary, Value};
 
 /// A writer of one event file in the folder of a run. Follows `torch.utils.tensorboard.SummaryWriter`.
 ///
@@ -30,7 +30,6 @@ use messages::{EventMessage, Histogram, Kind, SessionLog, Summary, Value, What};
 #[derive(Debug)]
 pub struct TensorBoard {
     out: Appender,
-    path: PathBuf,
 }
 
 /// Bytes of pending records after which they are written to the file.
@@ -51,15 +50,15 @@ impl TensorBoard {
         let name =
             |number: u32| folder.join(format!("events.out.tfevents.{now:010}.{pid}.{number}"));
         let mut number = 0;
-        let (out, path) = loop {
+        let out = loop {
             match Appender::create_new(&name(number)) {
-                Ok(out) => break (out, name(number)),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
-                Err(error) => return Err(error),
+                out => break out?,
             }
         };
-        let mut created = Self { out, path };
-        created.write(0, What::FileVersion("brain.Event:2".into()))?;
+        let mut created = Self { out };
+        let file_version = Some("brain.Event:2".into());
+        created.write(0, EventMessage { file_version, ..EventMessage::default() })?;
         Ok(created)
     }
 
@@ -69,12 +68,8 @@ impl TensorBoard {
     /// # Errors
     /// When it cannot be written, like the functions below.
     pub fn purge_from(&mut self, step: u64) -> io::Result<()> {
-        self.write(step, What::SessionLog(SessionLog { status: 1 }))
-    }
-
-    /// Returns the path of the file.
-    pub fn path(&self) -> &Path {
-        &self.path
+        let session_log = Some(SessionLog { status: 1 });
+        self.write(step, EventMessage { session_log, ..EventMessage::default() })
     }
 
     /// Writes a number at `step`.
@@ -82,7 +77,8 @@ impl TensorBoard {
     /// # Errors
     /// When it cannot be written, like the functions below.
     pub fn scalar(&mut self, tag: &str, step: u64, value: f64) -> io::Result<()> {
-        self.value(tag, step, Kind::SimpleValue(value as f32))
+        let simple_value = Some(value as f32);
+        self.value(step, Value { tag: tag.into(), simple_value, histogram: None })
     }
 
     /// Writes a histogram of `values`. Infinite values and NaN are left out.
@@ -90,7 +86,8 @@ impl TensorBoard {
     /// # Errors
     /// The errors of [`scalar`](Self::scalar).
     pub fn histogram(&mut self, tag: &str, step: u64, values: &[f32]) -> io::Result<()> {
-        self.value(tag, step, Kind::Histogram(histogram(values)))
+        let histogram = Some(histogram(values));
+        self.value(step, Value { tag: tag.into(), simple_value: None, histogram })
     }
 
     /// Writes all pending records to the file. This also happens after each 64 KiB, and on drop.
@@ -101,14 +98,14 @@ impl TensorBoard {
         self.out.flush()
     }
 
-    fn value(&mut self, tag: &str, step: u64, kind: Kind) -> io::Result<()> {
-        let value = Value { tag: tag.into(), kind: Some(kind) };
-        self.write(step, What::Summary(Summary { value: vec![value] }))
+    fn value(&mut self, step: u64, value: Value) -> io::Result<()> {
+        let summary = Some(Summary { value: vec![value] });
+        self.write(step, EventMessage { summary, ..EventMessage::default() })
     }
 
     /// Writes a record: its length and contents, each with a checksum.
-    fn write(&mut self, step: u64, what: What) -> io::Result<()> {
-        let event = EventMessage { wall_time: seconds(), step: step as i64, what: Some(what) };
+    fn write(&mut self, step: u64, event: EventMessage) -> io::Result<()> {
+        let event = EventMessage { wall_time: seconds(), step: step as i64, ..event };
         let contents = event.encode_to_vec();
         let length = (contents.len() as u64).to_le_bytes();
         for part in [&length[..], &contents] {
@@ -164,8 +161,17 @@ fn histogram(values: &[f32]) -> Histogram {
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::path::PathBuf;
 
     use super::*;
+
+    /// Returns the paths of the files in a folder, the oldest first.
+    fn files(folder: &Path) -> Vec<PathBuf> {
+        let entries = fs::read_dir(folder).unwrap();
+        let mut files: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+        files.sort();
+        files
+    }
 
     /// Returns the records of a file, and checks their checksums.
     fn read(path: &Path) -> Vec<EventMessage> {
@@ -193,32 +199,31 @@ mod tests {
         // The check value of CRC-32C.
         assert_eq!(crc32c::crc32c(b"123456789"), 0xe306_9283);
         let folder = tempfile::tempdir().unwrap();
-        let mut board = TensorBoard::create(&folder.path().join("run")).unwrap();
+        let run = folder.path().join("run");
+        let mut board = TensorBoard::create(&run).unwrap();
         board.scalar("loss", 7, 0.5).unwrap();
         board.histogram("weights", 8, &[1., 2., 2., f32::NAN, f32::INFINITY]).unwrap();
         board.flush().unwrap();
-        let events = read(board.path());
+        let events = read(&files(&run)[0]);
         assert_eq!(events.len(), 3);
-        assert_eq!(events[0].what, Some(What::FileVersion("brain.Event:2".into())));
-        let values = events[1..].iter().map(|event| match &event.what {
-            Some(What::Summary(summary)) => (event.step, summary.value[0].clone()),
-            other => panic!("{other:?}"),
-        });
+        assert_eq!(events[0].file_version.as_deref(), Some("brain.Event:2"));
+        let values = events[1..].iter();
+        let values = values.map(|it| (it.step, it.summary.as_ref().unwrap().value[0].clone()));
         let values: Vec<(i64, Value)> = values.collect();
-        let loss = Value { tag: "loss".into(), kind: Some(Kind::SimpleValue(0.5)) };
+        let loss = Value { tag: "loss".into(), simple_value: Some(0.5), histogram: None };
         assert_eq!(values[0], (7, loss));
-        let Some(Kind::Histogram(histogram)) = &values[1].1.kind else { panic!("{values:?}") };
+        let histogram = values[1].1.histogram.as_ref().unwrap();
         assert_eq!((histogram.num, histogram.sum, histogram.sum_squares), (3., 5., 9.));
         assert_eq!((histogram.bucket[0], histogram.bucket[BUCKETS - 1]), (1., 2.));
         assert_eq!(histogram.bucket_limit.last(), Some(&2.));
 
         // A second file is created beside the first, and does not overwrite it.
-        let mut other = TensorBoard::create(&folder.path().join("run")).unwrap();
-        assert_ne!(other.path(), board.path());
+        let mut other = TensorBoard::create(&run).unwrap();
+        assert_eq!(files(&run).len(), 2);
         // As PyTorch 2.15 writes it with `purge_step=8`: field 2 with the step, field 7 with `status: START`.
         other.purge_from(8).unwrap();
         other.flush().unwrap();
-        let start = &read(other.path())[1];
+        let start = &read(&files(&run)[1])[1];
         assert_eq!(start.encode_to_vec()[9..], [0x10, 8, 0x3a, 2, 0x08, 1]);
     }
 
@@ -226,7 +231,7 @@ mod tests {
     fn unflushed_events_are_written_on_drop() {
         let folder = tempfile::tempdir().unwrap();
         let mut board = TensorBoard::create(folder.path()).unwrap();
-        let path = board.path().to_owned();
+        let path = files(folder.path()).remove(0);
         let len = || fs::metadata(&path).unwrap().len() as usize;
         assert_eq!(len(), 0);
         let mut records = 1;
