@@ -6,9 +6,8 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::callbacks::{
-    Callbacks, Checkpoints, EarlyStopping, EpochReport, Explanation, FaultInjection, KeepTensors,
-    KeptTensors, Metrics, NonFiniteGuard, Order, Progress, Record, ReplicaCheck, SaveEvery,
-    Validation,
+    Callbacks, Checkpoints, Explanation, FaultInjection, KeepTensors, KeptTensors, Metrics,
+    NonFiniteGuard, Order, Progress, Record, ReplicaCheck, SaveEvery, Validation,
 };
 use super::loss::LossSum;
 use super::own_step::{OwnStep, Share};
@@ -97,8 +96,6 @@ impl<M: Forward> Trainer<M> {
         if options.amp != self.context.options.amp {
             self.context.scaler = options.amp.grad_scaler(&self.context.ddp)?;
         }
-        let stopping = options.patience.map(|patience| EarlyStopping { patience: patience.max(1) });
-        self.callbacks.set(Order::EarlyStopping, stopping);
         let check = options.check_replicas.map(|every| ReplicaCheck { every: every.max(1) });
         self.callbacks.set(Order::ReplicaCheck, check);
         self.context.options = options;
@@ -234,9 +231,7 @@ impl<M: Forward> Trainer<M> {
     /// by time: the first time after two seconds.
     #[must_use]
     pub fn report(mut self, printer: Arc<Printer>) -> Self {
-        let is_first = self.context.group().rank() == 0;
-        self.callbacks.set(Order::Progress, is_first.then(|| Progress::new(printer.clone())));
-        self.callbacks.set(Order::EpochReport, Some(EpochReport { printer }));
+        self.callbacks.set(Order::Progress, Some(Progress::new(printer)));
         self
     }
 

@@ -134,7 +134,11 @@ impl<M> TrainContext<M> {
         if self.options.max_steps.is_some_and(|max| steps >= max) {
             return Some(StopReason::Steps);
         }
-        self.ended_by.or_else(|| self.stop.as_ref()?.after(steps))
+        // All ranks see the same validation loss. A resumed run may have no patience left.
+        let since_best = self.state.validations_since_best as u64;
+        let is_over = self.options.patience.is_some_and(|patience| since_best >= patience.max(1));
+        let no_progress = is_over.then_some(StopReason::NoProgress);
+        self.ended_by.or(no_progress).or_else(|| self.stop.as_ref()?.after(steps))
     }
 
     /// Decides on rank 0 whether the next step is the last.

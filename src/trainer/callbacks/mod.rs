@@ -23,10 +23,10 @@ pub use kept_tensors::KeepTensors;
 pub(super) use kept_tensors::KeptTensors;
 pub(super) use metrics::Metrics;
 pub(super) use non_finite::NonFiniteGuard;
-pub(super) use progress::{EpochReport, Progress};
+pub(super) use progress::Progress;
 pub(super) use record::Record;
 pub(super) use replica_check::ReplicaCheck;
-pub(super) use validation::{EarlyStopping, Validation};
+pub(super) use validation::Validation;
 
 pub use checkpoints::SaveEvery;
 pub(crate) use replica_check::compare_replicas;
@@ -43,10 +43,8 @@ pub(super) enum Order {
     ReplicaCheck,
     /// Before callbacks that use its result.
     Validation,
-    EarlyStopping,
     Metrics,
     Progress,
-    EpochReport,
     User,
     /// After callbacks that may change a step, the model or its gradients.
     Record,

@@ -1,4 +1,4 @@
-//! Validation: loss and accuracy on samples that the model is not trained on. Ends a run that makes no progress.
+//! Validation: loss and accuracy on samples that the model is not trained on.
 
 use std::collections::BTreeMap;
 use std::f64::consts::LN_2;
@@ -13,7 +13,6 @@ use crate::models::Forward;
 use crate::operation::Operation;
 use crate::process_group::{ProcessGroup, ReduceOp};
 use crate::records::ValidationMetrics;
-use crate::runtime::StopReason;
 use crate::trainer::criterion::Measured;
 use crate::trainer::find_non_finite::closure_error;
 use crate::trainer::{Callback, Epoch, TrainContext};
@@ -193,31 +192,3 @@ fn batch_totals(
 
 /// The action that the errors of libtorch name.
 const DOING: &str = "validation";
-
-/// The most validations in a row that may not improve on the best one. All ranks see the same loss, so all decide
-/// alike.
-#[derive(Debug)]
-pub(in crate::trainer) struct EarlyStopping {
-    pub patience: u64,
-}
-
-impl EarlyStopping {
-    fn check<M>(&self, context: &mut TrainContext<M>) {
-        if context.state.validations_since_best as u64 >= self.patience {
-            context.ended_by.get_or_insert(StopReason::NoProgress);
-        }
-    }
-}
-
-impl<M> Callback<M> for EarlyStopping {
-    /// A resumed run may have no patience left.
-    fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
-        self.check(context);
-        Ok(())
-    }
-
-    fn on_epoch_end(&mut self, context: &mut TrainContext<M>, _: &mut Epoch) -> Result<()> {
-        self.check(context);
-        Ok(())
-    }
-}
