@@ -35,10 +35,16 @@ impl Reducer {
                 ffi::run_backward(&scaled, options.retain_graph)
             }
         };
+        let mut state = self.state();
+        state.is_in_autograd = false; // no hook runs from here on
         // A hook's error takes precedence: it is the cause if backward failed too.
-        self.end_of_autograd()?;
-        backward?;
-        self.state().layout.take_gradients(averages)?;
-        if averages { self.finish() } else { Ok(()) }
+        state.error.take().map_or(backward, Err)?;
+        state.layout.take_gradients(averages)?;
+        if averages {
+            state.reduce_rest(&self.options)?;
+            state.finish(&self.options)?;
+            state.clock.end();
+        }
+        Ok(())
     }
 }

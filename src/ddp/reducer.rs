@@ -116,25 +116,6 @@ impl Reducer {
         overlap.unwrap_or_else(pays)
     }
 
-    /// Returns the error of a hook, if any. No hook runs after this.
-    pub(super) fn end_of_autograd(&self) -> Result<()> {
-        let mut state = self.state();
-        state.is_in_autograd = false;
-        match state.error.take() {
-            Some(error) => Err(error),
-            None => Ok(()),
-        }
-    }
-
-    /// Reduces the buckets that were not reduced during autograd, waits for all reductions, and ends the step.
-    pub(super) fn finish(&self) -> Result<()> {
-        let mut state = self.state();
-        state.reduce_rest(&self.options)?;
-        state.finish(&self.options)?;
-        state.clock.end();
-        Ok(())
-    }
-
     /// Waits for reductions that still use the gradients, after a failure.
     pub(super) fn give_up(&self) {
         let mut state = self.state();

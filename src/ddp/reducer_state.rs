@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::active_ranks::{JoinOptions, count_active};
 use super::averaging::{Averaging, BucketTurn};
-use super::bucket_order::BucketOrder;
+use super::bucket_order::rebuild_buckets;
 use super::comm_hooks::average;
 use super::layout::Layout;
 use super::options::DdpOptions;
@@ -16,29 +16,22 @@ use crate::optim::average_gradients;
 use crate::process_group::{CallContext, ProcessGroup};
 use crate::runtime::CallSite;
 
-/// The handling of complete gradients in a backward pass.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Mode {
-    /// Gradients stay on this rank: `no_sync`.
-    Local,
-    /// Buckets are reduced as they become complete.
-    Overlap,
-    /// Buckets are reduced after backward.
-    AfterBackward,
-}
-
 /// The state of a [`Reducer`](super::reducer::Reducer), which the gradient hooks share.
 pub(super) struct ReducerState {
     pub group: Rc<ProcessGroup>,
     pub layout: Layout,
-    pub order: BucketOrder,
+    /// The parameters in the order in which their gradients become ready in the first iteration. `None` once the buckets
+    /// follow it.
+    ready: Option<Vec<usize>>,
     pub averaging: Averaging,
     unused: UnusedParams,
     /// Options within `join`: what happens when ranks have run out of inputs.
     pub joining: Option<JoinOptions>,
     pub clock: BackwardClock,
-    /// What this backward does with complete gradients.
-    mode: Mode,
+    /// Whether this backward averages. Gradients stay on this rank otherwise: `no_sync`.
+    averages: bool,
+    /// Whether this backward reduces buckets as they become complete, and not at its end.
+    overlaps: bool,
     /// Whether autograd is running, so that hooks may be called.
     pub is_in_autograd: bool,
     /// The next bucket to reduce in this step.
@@ -53,13 +46,14 @@ impl ReducerState {
     pub(super) fn new(layout: Layout, group: Rc<ProcessGroup>) -> Result<Self> {
         Ok(Self {
             averaging: Averaging::new(&group, layout.memory.is_partitioned())?,
-            order: BucketOrder::new(layout.states.len()),
+            ready: Some(Vec::with_capacity(layout.states.len())),
             group,
             layout,
             unused: UnusedParams::default(),
             joining: None,
             clock: BackwardClock::new(),
-            mode: Mode::AfterBackward,
+            averages: true,
+            overlaps: false,
             is_in_autograd: false,
             next: 0,
             call_site: None,
@@ -89,13 +83,7 @@ impl ReducerState {
             self.layout.memory.multiply_gradients(factor)?;
         }
         self.unused.multiplied_by = factor;
-        self.mode = if !averages {
-            Mode::Local
-        } else if overlaps {
-            Mode::Overlap
-        } else {
-            Mode::AfterBackward
-        };
+        (self.averages, self.overlaps) = (averages, averages && overlaps);
         self.call_site = Some(call_site);
         self.is_in_autograd = true;
         Ok(factor)
@@ -117,7 +105,7 @@ impl ReducerState {
             states[index].ready = true;
             buckets[states[index].bucket].pending -= 1;
         }
-        self.order.begin();
+        self.ready.iter_mut().for_each(Vec::clear);
         Ok(())
     }
 
@@ -128,7 +116,7 @@ impl ReducerState {
         }
     }
 
-    /// Marks a parameter's gradient as ready. In [`Mode::Overlap`], reduces the complete buckets from the next one on.
+    /// Marks a parameter's gradient as ready. Reduces the complete buckets from the next one on if this backward overlaps.
     fn mark_ready(&mut self, index: usize) -> Result<()> {
         let (parameter, state) =
             (&self.layout.memory.parameters[index], &mut self.layout.states[index]);
@@ -141,7 +129,7 @@ impl ReducerState {
         }
         state.used = true;
         parameter.take_gradient()?;
-        if self.mode == Mode::Local {
+        if !self.averages {
             return Ok(());
         }
         state.ready = true;
@@ -151,8 +139,8 @@ impl ReducerState {
         if self.layout.buckets[bucket].pending == 0 {
             self.clock.bucket_is_complete(bucket);
         }
-        self.order.push(index);
-        if self.mode == Mode::Overlap { self.reduce_complete_buckets() } else { Ok(()) }
+        self.ready.iter_mut().for_each(|ready| ready.push(index));
+        if self.overlaps { self.reduce_complete_buckets() } else { Ok(()) }
     }
 
     /// Reduces buckets in index order, up to the first that is not complete.
@@ -180,8 +168,7 @@ impl ReducerState {
         layout.show_gradients(index)?;
         let mut later = layout.buckets[index + 1..].iter();
         let is_last = later.all(|bucket| bucket.memory.gradients.is_empty());
-        let overlaps = self.mode == Mode::Overlap;
-        let turn = BucketTurn { index, is_last, scatters, overlaps };
+        let turn = BucketTurn { index, is_last, scatters, overlaps: self.overlaps };
         let Layout { buckets, memory, .. } = layout;
         if averaging.reduce(&mut buckets[index], &memory.parameters, group, turn)? {
             self.clock.totals.communication += began.elapsed();
@@ -193,7 +180,7 @@ impl ReducerState {
     fn scatters(&self) -> bool {
         self.layout.memory.is_partitioned()
             && self.averaging.hook().is_none()
-            && self.order.is_final()
+            && self.ready.is_none()
             && self.layout.observers.is_empty()
     }
 
@@ -214,7 +201,7 @@ impl ReducerState {
     fn step_can_average(&self, options: &DdpOptions) -> bool {
         self.layout.memory.can_average_in_step()
             && self.averaging.hook().is_none()
-            && self.mode != Mode::Overlap
+            && !self.overlaps
             && self.joining.is_none()
             && self.layout.observers.is_empty()
             && !self.unused.must_agree(options)
@@ -226,7 +213,9 @@ impl ReducerState {
         let Self { group, layout, unused, .. } = self;
         self.clock.totals.communication += self.averaging.path.wait(group)?;
         unused.restore_unused(layout, options, group)?;
-        self.order.rebuild_buckets(layout, options, group)?;
+        if let Some(ready) = self.ready.take() {
+            rebuild_buckets(ready, layout, options, group)?;
+        }
         layout.memory.set_averaged(scatters);
         unused.clear_gradients(layout)
     }
@@ -241,7 +230,7 @@ impl ReducerState {
         let (always_unused, totals) = (self.unused.always.clone(), self.clock.totals);
         let uses_all = !self.unused.must_agree(options);
         self.layout.states.iter_mut().for_each(|state| state.used = uses_all);
-        self.mode = Mode::AfterBackward;
+        self.overlaps = false;
         self.reduce_rest(options)?;
         self.finish(options)?;
         self.unused.always = always_unused;
