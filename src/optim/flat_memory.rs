@@ -112,7 +112,7 @@ impl FlatMemory {
         tch::no_grad(|| self.move_to(&contents, are_new))?;
         for (buffer, FlatContents { spans, buckets }) in self.buffers.iter().zip(contents) {
             let group = self.partition_group().cloned();
-            let partitions = group.map(|group| Rc::new(Partitions::new(group, buckets)));
+            let partitions = group.map(|group| Rc::new(Partitions { group, buckets }));
             buffer.layout.change(|arrangement| {
                 arrangement.spans = spans.into();
                 arrangement.partitions = partitions;
@@ -227,7 +227,7 @@ impl FlatMemory {
         let doing = "sharing the parameters";
         // Handles of their own: another rank uses these while this one changes its buffers.
         let own = |buffer: &FlatBuffer| buffer.parameters.f_data().doing(doing);
-        let tensors = shared.group().share_tensors(|| self.buffers.iter().map(own).collect())?;
+        let tensors = shared.group.share_tensors(|| self.buffers.iter().map(own).collect())?;
         for (buffer, tensor) in self.buffers.iter_mut().zip(&tensors) {
             shared.check_device(tensor.device())?;
             buffer.parameters.f_set_data(tensor).doing(doing)?;
@@ -263,7 +263,7 @@ impl FlatMemory {
     /// Sets how the optimizer averages the gradients as it steps. `None` if it is not to.
     pub(crate) fn average_in_step(&self, op: Option<ReduceOp>) {
         if let Some(shared) = &self.shared {
-            shared.set_average(op);
+            shared.average.set(op);
         }
     }
 
@@ -280,8 +280,8 @@ impl FlatMemory {
     /// Notes that the gradients are averaged, or left to the optimizer's step. With `are_scattered` each rank has only the
     /// averages of its partitions.
     pub(crate) fn set_averaged(&self, are_scattered: bool) {
-        let step_averages = self.shared.as_ref().is_some_and(|shared| shared.average().is_some());
-        self.set_gradients(if step_averages {
+        let average = self.shared.as_ref().and_then(|shared| shared.average.get());
+        self.set_gradients(if average.is_some() {
             GradState::LeftToStep
         } else if are_scattered {
             GradState::Partitioned

@@ -9,7 +9,7 @@ use tch::Tensor;
 
 use super::complete::gather_parameters;
 use super::param_layout::{Arrangement, copy_range, zeros_like};
-use super::parts::{Group, Parts};
+use super::parts::{Count, Group, Parts};
 use super::runs::{Key, Runs, runs};
 use super::shared_step::{SharedRanges, on_one_rank, shared_model, step_my_slice};
 use super::{FlatBuffer, GradState, ParamSpan};
@@ -78,9 +78,9 @@ impl OptimizerState {
         Ok(())
     }
 
-    /// Returns whether there are gradients to step with. Local gradients are an error: with them the ranks would
-    /// diverge.
-    pub(super) fn have_gradients(&self) -> Result<bool> {
+    /// Returns whether there are gradients to step with. If so, follows the parameters first. Local gradients are an error:
+    /// with them the ranks would diverge.
+    pub(super) fn begin_step(&mut self) -> Result<bool> {
         let states = || self.buffers.iter().map(|buffer| buffer.layout.gradients());
         if states().any(|state| state == GradState::Local) {
             return Err(Error::usage(
@@ -89,7 +89,11 @@ impl OptimizerState {
                     .into(),
             ));
         }
-        Ok(states().any(|state| state != GradState::Cleared))
+        let have_gradients = states().any(|state| state != GradState::Cleared);
+        if have_gradients {
+            self.refresh()?;
+        }
+        Ok(have_gradients)
     }
 
     /// Follows the parameters: updates the groups if any have moved, or have gained or lost their gradient. Returns
@@ -113,17 +117,10 @@ impl OptimizerState {
 
     /// Moves the optimizer state to the parameters' current places.
     fn relocate_state(&mut self) -> Result<()> {
-        let now = self.arrangements();
         if self.steps().values().all(|&steps| steps == 0) {
-            // No parameter has any state yet. Only with partitions the length of a tensor can change.
-            let fit = |flats: &[Tensor]| {
-                let lengths =
-                    now.iter().zip(&self.buffers).map(|(now, buffer)| now.state_numel(buffer));
-                flats.iter().map(Tensor::numel).eq(lengths)
-            };
-            let all_fit = self.tensors.iter().all(|(_, flats)| fit(flats));
-            return if all_fit { Ok(()) } else { self.allocate() };
+            return self.allocate(); // no parameter has any state yet
         }
+        let now = self.arrangements();
         let relocate = |(buffer, old): (usize, &Tensor)| -> Result<Tensor> {
             let (was, now) = (&self.seen[buffer], &now[buffer]);
             if Rc::ptr_eq(&was.spans, &now.spans) {
@@ -177,18 +174,15 @@ impl OptimizerState {
             let state = self.tensors.iter().map(|(_, flats)| {
                 runs.iter().map(|run| cut(run, &flats[run.buffer], run.at)).collect()
             });
-            groups.push(Group {
-                decays,
-                steps,
-                parts: Parts::new(
-                    ranges(|buffer| &buffer.parameters)?,
-                    ranges(|buffer| &buffer.gradients)?,
-                    state.collect::<Result<_>>()?,
-                )?,
-                device,
-                tensors: self.tensors(&members)?,
-                members,
-            });
+            let parts = Parts::new(
+                ranges(|buffer| &buffer.parameters)?,
+                ranges(|buffer| &buffer.gradients)?,
+                state.collect::<Result<_>>()?,
+            )?;
+            let counts_all = self.count_to == u64::MAX;
+            let count = counts_all.then(|| Count::new(steps, parts.len(), device)).transpose()?;
+            let tensors = self.tensors(&members)?;
+            groups.push(Group { decays, steps, parts, count, members, tensors });
         }
         self.groups = groups;
         self.shared_ranges = match shared_model(&self.buffers) {
@@ -210,22 +204,17 @@ impl OptimizerState {
         self.buffers.iter().map(|buffer| buffer.layout.now()).collect()
     }
 
-    /// Steps all parameters with a gradient. `kernel` steps the parts that it is given, of the group with this index.
-    /// Ranks that share a model each step a slice of it.
-    pub(super) fn step(
-        &mut self,
-        kernel: impl Fn(usize, &Group, &Parts) -> Result<()>,
-    ) -> Result<()> {
+    /// Steps all parameters with a gradient. `kernel` steps the parts that it is given, of this group. Ranks that share a
+    /// model each step a slice of it.
+    pub(super) fn step(&mut self, kernel: impl Fn(&Group, &Parts) -> Result<()>) -> Result<()> {
         match shared_model(&self.buffers) {
             Some(shared) => {
                 let (buffers, groups) = (&self.buffers, &self.groups);
                 step_my_slice(&shared, buffers, groups, &self.shared_ranges, &kernel)?;
             }
             None => {
-                let groups = self.groups.iter().enumerate();
-                let groups = groups.filter(|(_, group)| group.parts.len() > 0);
-                for (index, group) in groups {
-                    kernel(index, group, &group.parts)?;
+                for group in self.groups.iter().filter(|group| group.parts.len() > 0) {
+                    kernel(group, &group.parts)?;
                 }
                 gather_parameters(&self.buffers)?;
             }

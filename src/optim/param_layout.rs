@@ -159,23 +159,19 @@ impl ParamSpan {
 }
 
 impl Arrangement {
-    /// Returns the length of a state tensor: the elements of `buffer` that this rank updates.
-    pub(super) fn state_numel(&self, buffer: &FlatBuffer) -> usize {
-        self.partitions.as_ref().map_or(buffer.parameters.numel(), |partitions| partitions.numel())
-    }
-
-    /// Returns whether this rank gets what [`each_section`](Self::each_section) gathers on one rank.
-    pub(super) fn gathers_here(&self) -> bool {
-        self.partitions.as_ref().is_none_or(|partitions| partitions.is_on_rank_0())
-    }
-
     /// Returns the parts of `range` that this rank updates: ranges of the buffer, each with the offset of its first
-    /// element in a state tensor.
+    /// element in a state tensor. With partitions that tensor has this rank's partitions in sequence.
     pub(super) fn owned(&self, range: Range<usize>) -> Vec<(Range<usize>, usize)> {
-        match &self.partitions {
-            Some(partitions) => partitions.owned(&range).collect(),
-            None => vec![(range.clone(), range.start)],
+        let Some(partitions) = &self.partitions else { return vec![(range.clone(), range.start)] };
+        let (mut owned, mut offset) = (Vec::new(), 0);
+        for partition in partitions.mine() {
+            let part = partition.start.max(range.start)..partition.end.min(range.end);
+            if part.start < part.end {
+                owned.push((part.clone(), offset + part.start - partition.start));
+            }
+            offset += partition.len();
         }
+        owned
     }
 
     /// Returns a copy of a parameter's values for a checkpoint. With partitions the copy is on the CPU, because one
@@ -208,18 +204,41 @@ impl Arrangement {
         on_all: bool,
         mut f: impl FnMut(&Range<usize>, &Tensor) -> Result<()>,
     ) -> Result<()> {
-        match &self.partitions {
-            Some(partitions) => partitions.gather_state(state, on_all, f),
-            None => f(&(0..state.numel()), state),
+        let Some(partitions) = &self.partitions else { return f(&(0..state.numel()), state) };
+        let doing = "gathering the optimizer's state";
+        let (group, mut start) = (&partitions.group, 0);
+        for bucket in &partitions.buckets {
+            let len = (bucket.len() / group.world_size()) as i64;
+            let mine = state.f_narrow(0, start, len).doing(doing)?;
+            start += len;
+            let whole = || Tensor::f_empty([bucket.len() as i64], (state.kind(), state.device()));
+            if on_all {
+                let mut whole = whole().doing(doing)?;
+                group.all_gather_single(&mut whole, &mine)?;
+                f(bucket, &whole)?;
+            } else if group.rank() == 0 {
+                let whole = whole().doing(doing)?;
+                let mut parts = whole.f_split(len, 0).doing(doing)?;
+                group.gather(&mine, Some(&mut parts), 0)?;
+                group.synchronize()?;
+                f(bucket, &whole)?;
+            } else {
+                group.gather(&mine, None, 0)?;
+            }
         }
+        Ok(())
     }
 }
 
 /// Returns a state tensor for the parts of a buffer that this rank steps.
 pub(super) fn zeros_like(buffer: &FlatBuffer) -> Result<Tensor> {
-    let numel = buffer.layout.now().state_numel(buffer) as i64;
+    let arrangement = buffer.layout.now();
+    let numel: usize = match &arrangement.partitions {
+        Some(partitions) => partitions.mine().map(|partition| partition.len()).sum(),
+        None => buffer.parameters.numel(),
+    };
     let options = (buffer.parameters.kind(), buffer.parameters.device());
-    Tensor::f_zeros([numel], options).doing("making the optimizer's state")
+    Tensor::f_zeros([numel as i64], options).doing("making the optimizer's state")
 }
 
 /// Copies `len` elements of one-dimensional tensors from one place to another.

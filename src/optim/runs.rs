@@ -128,7 +128,7 @@ mod tests {
         assert!(flat.refresh().unwrap() && !flat.refresh().unwrap());
         let parted = vec![run(0, 0, 16), run(0, 32, 48), run(1, 0, 16)];
         assert_eq!(runs_of(&flat), [(false, 0, parted), (false, 0, vec![run(2, 0, 8)])]);
-        flat.step(|_, _, _| Ok(())).unwrap();
+        flat.step(|_, _| Ok(())).unwrap();
         flat.buffers.iter().for_each(|buffer| buffer.layout.set_unused(&[]));
         assert!(flat.refresh().unwrap());
         let again = [

@@ -22,26 +22,23 @@ pub(super) struct SharedRanges {
 impl SharedRanges {
     /// Returns the ranges of all `groups` by dtype.
     pub(super) fn of(groups: &[Group]) -> Vec<Self> {
-        let dtype = |group: &Group| group.parts.parameters[0].kind();
-        let mut dtypes: Vec<Kind> = Vec::new();
-        for group in groups {
-            if !dtypes.contains(&dtype(group)) {
-                dtypes.push(dtype(group));
+        let mut by_dtype: Vec<(Kind, Vec<(usize, usize)>)> = Vec::new();
+        for (index, group) in groups.iter().enumerate() {
+            let dtype = group.parts.parameters[0].kind();
+            let ranges = (0..group.parts.len()).map(|range| (index, range));
+            match by_dtype.iter_mut().find(|(known, _)| *known == dtype) {
+                Some((_, same)) => same.extend(ranges),
+                None => by_dtype.push((dtype, ranges.collect())),
             }
         }
-        let same_dtype = |wanted: Kind| {
-            let same = groups.iter().enumerate();
-            let same = same.filter(move |(_, group)| dtype(group) == wanted);
-            let ranges = same
-                .flat_map(|(index, group)| (0..group.parts.len()).map(move |range| (index, range)));
-            let ranges: Vec<(usize, usize)> = ranges.collect();
+        let with_tensors = |(_, ranges): (Kind, Vec<(usize, usize)>)| {
             let parts = || ranges.iter().map(|&(group, range)| (&groups[group].parts, range));
             let gradients = parts().map(|(parts, range)| parts.gradients[range].shallow_clone());
             // A gradient that moves from step to step has no length before the first backward.
             let shapes = join_shapes(parts().map(|(parts, range)| parts.parameters[range].size()));
             Self { gradients: gradients.collect(), shapes, ranges }
         };
-        dtypes.into_iter().map(same_dtype).collect()
+        by_dtype.into_iter().map(with_tensors).collect()
     }
 }
 
@@ -51,7 +48,7 @@ pub(super) fn step_my_slice(
     buffers: &[FlatBuffer],
     groups: &[Group],
     shared_ranges: &[SharedRanges],
-    kernel: &dyn Fn(usize, &Group, &Parts) -> Result<()>,
+    kernel: &dyn Fn(&Group, &Parts) -> Result<()>,
 ) -> Result<()> {
     let is_averaged = |buffer: &FlatBuffer| buffer.layout.gradients() == GradState::Averaged;
     let is_averaged = buffers.iter().any(is_averaged);
@@ -65,7 +62,7 @@ pub(super) fn step_my_slice(
             let (index, range) = ranges[at];
             let (group, window) = (&groups[index], &windows[index]);
             window.show(&group.parts, range, &piece, mean)?;
-            kernel(index, group, window)
+            kernel(group, window)
         })?;
     }
     Ok(())
@@ -85,6 +82,6 @@ pub(super) fn on_one_rank(
 ) -> Result<Vec<Vec<Tensor>>> {
     let Some(shared) = shared_model(buffers).filter(|_| count > 0) else { return make() };
     let make = || Ok(make()?.into_iter().flatten().collect());
-    let mut tensors = shared.group().share_tensors(make)?.into_iter();
+    let mut tensors = shared.group.share_tensors(make)?.into_iter();
     Ok((0..count).map(|_| tensors.by_ref().take(buffers.len()).collect()).collect())
 }
