@@ -3,10 +3,10 @@
 use std::rc::Rc;
 
 use send_wrapper::SendWrapper;
-use tch::nn::{Linear, Module, ModuleT, Path};
+use tch::nn::{ModuleT, Path};
 use tch::{TchError, Tensor};
 
-use super::layers::{Conv3x3, linear};
+use super::layers::Parameters;
 use super::{Activation, Architecture, BatchNorm, Layers, Model, ModelConfig, or_throw};
 use crate::process_group::ProcessGroup;
 
@@ -34,14 +34,15 @@ struct Cnn {
     side: i64,
     stages: Vec<Stage>,
     activation: Activation,
-    head: Linear,
+    head: Parameters,
     /// The ranks over whose samples the batch norms normalize; `None` for those of this rank.
     group: Option<SendWrapper<Rc<ProcessGroup>>>,
 }
 
 #[derive(Debug)]
 struct Stage {
-    conv: Conv3x3,
+    /// A kernel of 3 x 3, with padding that keeps the size.
+    conv: Parameters,
     norm: BatchNorm,
 }
 
@@ -54,13 +55,14 @@ impl Cnn {
         let mut stages = Vec::with_capacity(channels.len());
         for (i, &channels) in channels.iter().enumerate() {
             stages.push(Stage {
-                conv: Conv3x3::new(&(root / (1 + 4 * i)), channels_in, channels)?,
+                conv: Parameters::drawn(&(root / (1 + 4 * i)), &[channels, channels_in, 3, 3])?,
                 norm: BatchNorm::make(&(root / (2 + 4 * i)), channels, BatchNorm::DEFAULT)?,
             });
             channels_in = channels;
         }
         let pixels = (side >> channels.len()).pow(2);
-        let head = linear(&(root / (2 + 4 * channels.len())), channels_in * pixels, out_features)?;
+        let head = root / (2 + 4 * channels.len());
+        let head = Parameters::drawn(&head, &[out_features, channels_in * pixels])?;
         Ok(Self { side, stages, activation, head, group: None })
     }
 }
@@ -103,12 +105,13 @@ impl ModuleT for Cnn {
     fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         let mut current = inputs.view([-1, 1, self.side, self.side]);
         for Stage { conv, norm } in &self.stages {
+            let convolved = current.conv2d(&conv.weight, conv.bias.as_ref(), 1, 1, 1, 1);
             let normal = or_throw(match &self.group {
-                None => norm.f_forward_t(&conv.forward(&current), train),
-                Some(group) => norm.f_forward_over(group, &conv.forward(&current), train),
+                None => norm.f_forward_t(&convolved, train),
+                Some(group) => norm.f_forward_over(group, &convolved, train),
             });
             current = self.activation.forward(&normal).max_pool2d(2, 2, 0, 1, false);
         }
-        self.head.forward(&current.flatten(1, -1))
+        current.flatten(1, -1).linear(&self.head.weight, self.head.bias.as_ref())
     }
 }

@@ -3,7 +3,7 @@
 use tch::nn::{Init, ModuleT, Path};
 use tch::{Kind, TchError, Tensor};
 
-use super::layers::default_bounds;
+use super::layers::{Parameters, default_bounds};
 use super::{Architecture, Dropout, Layers, Model, ModelConfig, or_throw};
 use crate::ffi::TorchResult;
 
@@ -58,13 +58,6 @@ struct Attention {
     heads: i64,
     c_attn: Parameters,
     c_proj: Parameters,
-}
-
-/// The weight and, if wanted, the bias of `torch.nn.Linear` or of `torch.nn.LayerNorm`.
-#[derive(Debug)]
-struct Parameters {
-    weight: Tensor,
-    bias: Option<Tensor>,
 }
 
 impl Gpt {
