@@ -133,9 +133,15 @@ impl<M: Forward> Trainer<M> {
         callbacks.each(|callback| callback.on_after_backward(context, &mut step))?;
         if !step.is_skipped() {
             context.add_losses(&step)?;
-            context.unscale_and_clip(&mut step)?;
+            context.group().next_phase(Operation::Optimizer);
+            context.scaler.unscale_()?;
+            if let Some(max_norm) = context.options.max_grad_norm {
+                step.grad_norm = Some(context.ddp.clip_grad_norm(max_norm)?);
+            }
             callbacks.each(|callback| callback.on_before_optimizer_step(context, &step))?;
-            context.step_optimizer(&step)?;
+            let has_stepped = context.scaler.step(&mut *context.optimizer, step.lr)?;
+            context.state.skipped_steps += u64::from(!has_stepped);
+            context.scaler.update()?;
         }
         context.group().end_phase();
 
@@ -166,24 +172,5 @@ impl<M: Forward> Trainer<M> {
         context.makes_loss_nan = false;
         step.losses.push(loss);
         Ok(())
-    }
-}
-
-impl<M> TrainContext<M> {
-    /// Makes the gradients those that the optimizer gets.
-    fn unscale_and_clip(&mut self, step: &mut Step) -> Result<()> {
-        self.group().next_phase(Operation::Optimizer);
-        self.scaler.unscale_()?;
-        if let Some(max_norm) = self.options.max_grad_norm {
-            step.grad_norm = Some(self.ddp.clip_grad_norm(max_norm)?);
-        }
-        Ok(())
-    }
-
-    /// Steps the parameters.
-    fn step_optimizer(&mut self, step: &Step) -> Result<()> {
-        let stepped = self.scaler.step(&mut *self.optimizer, step.lr)?;
-        self.state.skipped_steps += u64::from(!stepped);
-        self.scaler.update()
     }
 }

@@ -44,7 +44,7 @@ impl<M> OwnStep<M> {
         let result = panics::in_closure("the step", || (self.0.borrow_mut())(context, batch));
         let parts = result.map_err(|error| context.with_samples(error, Some(index)))??;
         let checked = parts.check().map_err(|error| context.with_samples(error, Some(index)));
-        let loss = checked?.loss.f_detach().doing("detach")?;
+        let loss = checked?.into_loss().f_detach().doing("detach")?;
         // The loss of no samples counts for nothing, and may be no number.
         Ok(if batch.is_empty() { loss.f_zeros_like().doing("zeros_like")? } else { loss })
     }

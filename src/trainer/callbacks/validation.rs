@@ -13,9 +13,8 @@ use crate::models::Forward;
 use crate::operation::Operation;
 use crate::process_group::{ProcessGroup, ReduceOp};
 use crate::records::ValidationMetrics;
-use crate::trainer::criterion::Measured;
 use crate::trainer::find_non_finite::closure_error;
-use crate::trainer::{Callback, Epoch, TrainContext};
+use crate::trainer::{Callback, Epoch, LossParts, TrainContext};
 
 /// Validates after some of the epochs.
 #[derive(Debug)]
@@ -60,7 +59,7 @@ impl Validation {
                 if count == 0 {
                     return Ok(());
                 }
-                let names = measured.named.iter().map(|(name, _)| *name).collect();
+                let names = measured.0[1..].iter().map(|(name, _)| *name).collect();
                 let totals = batch_totals(&batch, &output, &measured, classifies, count, device);
                 sums.add(names, totals.doing(DOING)?)
             });
@@ -158,7 +157,7 @@ fn differ<T: AsRef<str>>(some: &[T], others: &[T]) -> Error {
 fn batch_totals(
     batch: &Batch,
     output: &Tensor,
-    measured: &Measured,
+    measured: &LossParts,
     classifies: bool,
     count: usize,
     device: Device,
@@ -167,7 +166,8 @@ fn batch_totals(
     // A metric may be a number of the CPU.
     let weighed =
         |value: &Tensor| value.f_to_device(device)?.f_to_kind(Kind::Double)?.f_mul_scalar(count);
-    let sum = weighed(&measured.loss)?;
+    let totals = measured.0.iter().map(|(_, value)| weighed(value));
+    let mut totals = totals.collect::<Result<Vec<_>, _>>()?;
     let correct = if classifies {
         let correct = output.f_argmax(-1, false)?.f_eq_tensor(&batch.targets)?;
         // A sequence counts with the part of its tokens that are correct.
@@ -180,13 +180,10 @@ fn batch_totals(
             len => correct.f_mul_scalar(count / len)?,
         }
     } else {
-        sum.f_zeros_like()?
+        totals[0].f_zeros_like()?
     };
-    let all = sum.f_full_like(count)?;
-    let mut totals = vec![sum, correct, all];
-    for (_, value) in &measured.named {
-        totals.push(weighed(value)?);
-    }
+    let all = totals[0].f_full_like(count)?;
+    totals.splice(1..1, [correct, all]);
     Tensor::f_stack(&totals, 0)
 }
 
