@@ -10,7 +10,7 @@ use tch::Tensor;
 use super::complete::gather_parameters;
 use super::param_layout::{Arrangement, copy_range, zeros_like};
 use super::parts::{Count, Group, Parts};
-use super::runs::{Key, Runs, runs};
+use super::runs::{Runs, runs};
 use super::shared_step::{SharedRanges, on_one_rank, shared_model, step_my_slice};
 use super::{FlatBuffer, GradState, ParamSpan};
 use crate::error::{Error, Result};
@@ -153,7 +153,7 @@ impl OptimizerState {
         self.seen = self.arrangements();
         let mut groups = Vec::new();
         let runs = runs(&self.buffers, &self.seen, &self.steps, self.decays);
-        for (Key { decays, steps, .. }, Runs { runs, members }) in runs {
+        for Runs { decays, steps, runs, members, .. } in runs {
             let device = self.buffers[runs[0].buffer].parameters.device();
             let owned = runs.iter().flat_map(|run| {
                 let owned = self.seen[run.buffer].owned(run.start..run.end).into_iter();

@@ -41,7 +41,7 @@ impl<M: Forward> Trainer<M> {
     ) -> Result<Self> {
         let criterion = loss.into();
         criterion.check()?;
-        let mut callbacks = Callbacks::new();
+        let mut callbacks = Callbacks(Vec::new());
         callbacks.set(Order::FaultInjection, FaultInjection::planned(ddp.group()));
         callbacks.add(Order::NonFiniteGuard, NonFiniteGuard::default());
         let options = TrainerOptions::default();

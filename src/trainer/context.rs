@@ -18,7 +18,7 @@ use crate::ddp::DistributedDataParallel;
 use crate::error::{Error, Result};
 use crate::ffi::{Generator, TorchResult};
 use crate::models::Forward;
-use crate::optim::{GradScaler, Optimizer, ParameterState, Schedule};
+use crate::optim::{GradScaler, Optimizer, Schedule};
 use crate::process_group::ProcessGroup;
 use crate::runtime::{StopReason, StopRequest};
 
@@ -77,13 +77,6 @@ impl<M> TrainContext<M> {
     /// Returns the loss scaler; enabled for float16 only.
     pub fn scaler(&self) -> &GradScaler {
         &self.scaler
-    }
-
-    /// Returns the optimizer's whole state on rank 0, for a checkpoint. The other ranks get no tensors. A collective
-    /// if the ranks partition the optimizer.
-    pub(super) fn optimizer_state(&self) -> Result<Vec<ParameterState>> {
-        let is_needed = self.group().rank() == 0 || self.ddp.partitions_optimizer();
-        if is_needed { self.optimizer.state() } else { Ok(Vec::new()) }
     }
 
     /// Returns the progress of the run, as a checkpoint stores it.
@@ -180,8 +173,7 @@ impl<M> TrainContext<M> {
                 let count = self.criterion.count_of(batch);
                 count.map_err(|error| self.with_samples(error, Some(index)))
             };
-            let counts = step.batches.iter().enumerate().map(count).collect::<Result<_>>()?;
-            step.set_counts(counts);
+            step.counts = step.batches.iter().enumerate().map(count).collect::<Result<_>>()?;
         }
         Ok(())
     }

@@ -72,7 +72,9 @@ impl<M: Forward> Trainer<M> {
         };
         let elapsed = started.elapsed();
         self.context.check_parameters()?;
-        self.callbacks.each_reversed(|callback| callback.on_train_end(&mut self.context))?;
+        for (_, callback) in self.callbacks.0.iter_mut().rev() {
+            callback.on_train_end(&mut self.context)?;
+        }
         Ok(self.context.summary(first_step, stopped, elapsed)?)
     }
 

@@ -21,7 +21,7 @@ pub struct Step {
     /// Whether this is the last step of its epoch.
     pub ends_epoch: bool,
     /// What each batch counts as, where that is not its number of samples.
-    counts: Vec<usize>,
+    pub(super) counts: Vec<usize>,
     is_skipped: bool,
 }
 
@@ -42,11 +42,6 @@ impl Step {
     /// Returns the number of this rank's samples.
     pub fn num_samples(&self) -> usize {
         self.batches.iter().map(Batch::len).sum()
-    }
-
-    /// Sets what each batch counts as.
-    pub(super) fn set_counts(&mut self, counts: Vec<usize>) {
-        self.counts = counts;
     }
 
     /// Returns what the batch `batch` counts as: its samples, unless the criterion says otherwise.

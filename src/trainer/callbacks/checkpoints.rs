@@ -140,7 +140,9 @@ impl Checkpoints {
         };
         group.enter_save(step);
         self.saved_at = Some(step);
-        let optimizer = context.optimizer_state()?;
+        // A collective if the ranks partition the optimizer. Ranks other than 0 get no tensors then.
+        let is_needed = group.rank() == 0 || context.ddp.partitions_optimizer();
+        let optimizer = if is_needed { context.optimizer.state()? } else { Vec::new() };
         if let (Some(loss_sums), Some(writer)) = (loss_sums, &mut self.writer) {
             let state = TrainerState {
                 loss_sums,

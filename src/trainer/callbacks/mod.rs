@@ -55,13 +55,9 @@ pub(super) enum Order {
 }
 
 /// The configured callbacks of a trainer.
-pub(super) struct Callbacks<M>(Vec<(Order, Box<dyn Callback<M>>)>);
+pub(super) struct Callbacks<M>(pub(super) Vec<(Order, Box<dyn Callback<M>>)>);
 
 impl<M> Callbacks<M> {
-    pub(super) fn new() -> Self {
-        Self(Vec::new())
-    }
-
     /// Adds `callback` behind those of the same order.
     pub(super) fn add(&mut self, order: Order, callback: impl Callback<M> + 'static) {
         let index = self.0.partition_point(|(other, _)| *other <= order);
@@ -82,14 +78,6 @@ impl<M> Callbacks<M> {
         mut call: impl FnMut(&mut dyn Callback<M>) -> Result<()>,
     ) -> Result<()> {
         self.0.iter_mut().try_for_each(|(_, callback)| call(&mut **callback))
-    }
-
-    /// Calls `call` with each callback, the last one first, until one returns an error.
-    pub(super) fn each_reversed(
-        &mut self,
-        mut call: impl FnMut(&mut dyn Callback<M>) -> Result<()>,
-    ) -> Result<()> {
-        self.0.iter_mut().rev().try_for_each(|(_, callback)| call(&mut **callback))
     }
 }
 
