@@ -26,8 +26,7 @@ impl Reducer {
         options: BackwardOptions,
         call_site: CallSite,
     ) -> Result<()> {
-        let overlaps = self.overlaps();
-        let factor = self.state().begin(averages, overlaps, call_site)?;
+        let factor = self.state().begin(averages, call_site)?;
         let backward = match factor {
             1.0 => ffi::run_backward(loss, options.retain_graph),
             factor => {
@@ -41,8 +40,8 @@ impl Reducer {
         state.error.take().map_or(backward, Err)?;
         state.layout.take_gradients(averages)?;
         if averages {
-            state.reduce_rest(&self.options)?;
-            state.finish(&self.options)?;
+            state.reduce_rest()?;
+            state.finish()?;
             state.clock.end();
         }
         Ok(())

@@ -1,10 +1,10 @@
 //! Training on uneven inputs: ranks that have run out take part in the other ranks' collectives.
 
 use super::active_ranks::{JoinOptions, all_reduce_number, count_active};
-use super::options::DdpOptions;
 use super::reducer::Reducer;
 use super::wrapper::DistributedDataParallel;
 use crate::error::{Error, Result};
+use crate::optim::OptimizerLayout;
 use crate::process_group::{ProcessGroup, ReduceOp};
 
 impl<M> DistributedDataParallel<M> {
@@ -55,7 +55,16 @@ impl<M> DistributedDataParallel<M> {
         options: JoinOptions,
         train: impl FnOnce(&mut Self) -> anyhow::Result<T>,
     ) -> anyhow::Result<T> {
-        refuse_joint_step(&self.reducer.options)?;
+        let optimizer_layout = self.reducer.state().options.optimizer_layout;
+        if optimizer_layout != OptimizerLayout::Replicated {
+            // A rank that has run out of inputs makes no steps, and each step is a collective.
+            return Err(Error::unsupported(format!(
+                "join cannot be used with OptimizerLayout::{optimizer_layout:?}: a rank without inputs makes no optimizer \
+                 steps, so its part of the parameters would not be updated; use Replicated, or give every rank the same \
+                 number of batches"
+            ))
+            .into());
+        }
         self.reducer.state().joining = Some(options);
         let result = train(self);
         self.reducer.state().joining = None;
@@ -76,21 +85,9 @@ impl Reducer {
                 break;
             }
             is_last = false;
-            self.state().shadow(&self.options)?;
+            self.state().shadow()?;
         }
         let mine = if is_last { group.rank() as i64 } else { -1 };
         Ok(all_reduce_number(group, mine, ReduceOp::Max)?.max(0) as usize)
     }
-}
-
-/// Refuses `join` if the optimizer's step is a collective: a rank that has run out of inputs makes no steps.
-fn refuse_joint_step(options: &DdpOptions) -> Result<()> {
-    if !options.optimizer_layout.steps_together() {
-        return Ok(());
-    }
-    Err(Error::unsupported(format!(
-        "join cannot be used with OptimizerLayout::{:?}: a rank without inputs makes no optimizer steps, so its part of the \
-         parameters would not be updated; use Replicated, or give every rank the same number of batches",
-        options.optimizer_layout
-    )))
 }

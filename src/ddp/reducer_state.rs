@@ -3,6 +3,8 @@
 use std::rc::Rc;
 use std::time::Instant;
 
+use tch::Device;
+
 use super::active_ranks::{JoinOptions, count_active};
 use super::averaging::{Averaging, BucketTurn};
 use super::bucket_order::rebuild_buckets;
@@ -12,12 +14,14 @@ use super::options::DdpOptions;
 use super::statistics::BackwardClock;
 use super::unused::UnusedParams;
 use crate::error::{Error, Result};
+use crate::models::NamedTensor;
 use crate::optim::average_gradients;
 use crate::process_group::{CallContext, ProcessGroup};
 use crate::runtime::CallSite;
 
 /// The state of a [`Reducer`](super::reducer::Reducer), which the gradient hooks share.
 pub(super) struct ReducerState {
+    pub options: DdpOptions,
     pub group: Rc<ProcessGroup>,
     pub layout: Layout,
     /// The parameters in the order in which their gradients become ready in the first iteration. `None` once the buckets
@@ -43,8 +47,18 @@ pub(super) struct ReducerState {
 }
 
 impl ReducerState {
-    pub(super) fn new(layout: Layout, group: Rc<ProcessGroup>) -> Result<Self> {
+    /// Moves `parameters` into buckets, of which their `grad`s will be views.
+    pub(super) fn new(
+        parameters: &[&NamedTensor],
+        group: Rc<ProcessGroup>,
+        options: DdpOptions,
+    ) -> Result<Self> {
+        // On GPUs a copy into a bucket costs little, and a kernel for each gradient would cost more.
+        let in_place = group.reduces_in_place() && group.device() == Device::Cpu;
+        let in_place = in_place && !options.optimizer_layout.partitions(group.world_size());
+        let layout = Layout::new(parameters, &options, in_place, group.clone())?;
         Ok(Self {
+            options,
             averaging: Averaging::new(&group, layout.memory.is_partitioned())?,
             ready: Some(Vec::with_capacity(layout.states.len())),
             group,
@@ -63,12 +77,7 @@ impl ReducerState {
 
     /// Prepares for the gradients of a backward that was called at `call_site`. From now on hooks may be called. Returns the
     /// factor of the loss, which is not 1 where ranks have run out of inputs.
-    pub(super) fn begin(
-        &mut self,
-        averages: bool,
-        overlaps: bool,
-        call_site: CallSite,
-    ) -> Result<f64> {
+    pub(super) fn begin(&mut self, averages: bool, call_site: CallSite) -> Result<f64> {
         // Averages the gradients of an earlier backward first, because this one adds to them.
         average_gradients(&self.layout.memory.buffers)?;
         self.reset()?;
@@ -83,10 +92,19 @@ impl ReducerState {
             self.layout.memory.multiply_gradients(factor)?;
         }
         self.unused.multiplied_by = factor;
-        (self.averages, self.overlaps) = (averages, averages && overlaps);
+        (self.averages, self.overlaps) = (averages, averages && self.can_overlap());
         self.call_site = Some(call_site);
         self.is_in_autograd = true;
         Ok(factor)
+    }
+
+    /// Returns whether buckets are reduced during backward. Where ranks may use different parameters, a bucket is
+    /// complete at different times on different ranks. The order of its reduction and other collectives in backward
+    /// (SyncBatchNorm's) would differ too.
+    fn can_overlap(&self) -> bool {
+        let DdpOptions { find_unused_parameters, static_graph, overlap, .. } = self.options;
+        let same_everywhere = !find_unused_parameters && !static_graph;
+        overlap.unwrap_or_else(|| same_everywhere && self.averaging.path.overlaps())
     }
 
     fn reset(&mut self) -> Result<()> {
@@ -185,10 +203,10 @@ impl ReducerState {
     }
 
     /// Reduces all remaining buckets, or leaves them to the optimizer's step.
-    pub(super) fn reduce_rest(&mut self, options: &DdpOptions) -> Result<()> {
+    pub(super) fn reduce_rest(&mut self) -> Result<()> {
         self.clock.end_of_autograd(&self.group);
-        self.unused.account(&mut self.layout, options, &self.group)?;
-        if self.step_can_average(options) {
+        self.unused.account(&mut self.layout, &self.options, &self.group)?;
+        if self.step_can_average() {
             self.layout.memory.average_in_step(Some(average(&self.group)));
             self.next = self.layout.buckets.len();
             return Ok(());
@@ -198,19 +216,19 @@ impl ReducerState {
 
     /// Returns whether the optimizer can average the gradients as it steps, and nothing else reads the averages or writes to
     /// them.
-    fn step_can_average(&self, options: &DdpOptions) -> bool {
+    fn step_can_average(&self) -> bool {
         self.layout.memory.can_average_in_step()
             && self.averaging.hook().is_none()
             && !self.overlaps
             && self.joining.is_none()
             && self.layout.observers.is_empty()
-            && !self.unused.must_agree(options)
+            && !self.unused.must_agree(&self.options)
     }
 
     /// Waits for the reductions and ends the step.
-    pub(super) fn finish(&mut self, options: &DdpOptions) -> Result<()> {
+    pub(super) fn finish(&mut self) -> Result<()> {
         let scatters = self.scatters(); // as in this step: after it the order of the buckets is final
-        let Self { group, layout, unused, .. } = self;
+        let Self { group, layout, unused, options, .. } = self;
         self.clock.totals.communication += self.averaging.path.wait(group)?;
         unused.restore_unused(layout, options, group)?;
         if let Some(ready) = self.ready.take() {
@@ -221,18 +239,18 @@ impl ReducerState {
     }
 
     /// Takes part with zero gradients in a step of the ranks that still have inputs.
-    pub(super) fn shadow(&mut self, options: &DdpOptions) -> Result<()> {
+    pub(super) fn shadow(&mut self) -> Result<()> {
         self.layout.memory.zero_gradients()?;
         self.reset()?;
         self.unused.multiplied_by = 1.0;
         // If the ranks agree on unused parameters in this step, this rank uses none. It must not learn from that which
         // ones are always unused.
         let (always_unused, totals) = (self.unused.always.clone(), self.clock.totals);
-        let uses_all = !self.unused.must_agree(options);
+        let uses_all = !self.unused.must_agree(&self.options);
         self.layout.states.iter_mut().for_each(|state| state.used = uses_all);
         self.overlaps = false;
-        self.reduce_rest(options)?;
-        self.finish(options)?;
+        self.reduce_rest()?;
+        self.finish()?;
         self.unused.always = always_unused;
         self.clock.totals = totals; // counts this rank's own steps only
         Ok(())
