@@ -124,7 +124,14 @@ impl Layout {
         if self.order == order {
             return Ok(());
         }
-        let assigned = self.assigned(order, options);
+        let size = |&index: &usize| {
+            let parameter = &self.memory.parameters[index];
+            Size { dtype: parameter.tensor.kind(), num_bytes: parameter.num_bytes() }
+        };
+        let sizes: Vec<Size> = order.iter().map(size).collect();
+        let assigned = bucket::assign(&sizes, &options.bucket_caps()).into_iter();
+        let assigned: Vec<Vec<usize>> =
+            assigned.map(|bucket| bucket.into_iter().map(|at| order[at]).collect()).collect();
         for (bucket, indices) in assigned.iter().enumerate() {
             indices.iter().for_each(|&index| self.states[index].bucket = bucket);
         }
@@ -134,17 +141,6 @@ impl Layout {
         self.buckets = memories.into_iter().map(bucket).collect();
         self.order = order.to_vec();
         Ok(())
-    }
-
-    /// Assigns the parameters to buckets in `order`. Returns the indices of the parameters of each bucket.
-    fn assigned(&self, order: &[usize], options: &DdpOptions) -> Vec<Vec<usize>> {
-        let size = |&index: &usize| {
-            let parameter = &self.memory.parameters[index];
-            Size { dtype: parameter.tensor.kind(), num_bytes: parameter.num_bytes() }
-        };
-        let sizes: Vec<Size> = order.iter().map(size).collect();
-        let buckets = bucket::assign(&sizes, &options.bucket_caps()).into_iter();
-        buckets.map(|bucket| bucket.into_iter().map(|at| order[at]).collect()).collect()
     }
 
     /// Returns the name, shape, size in bytes and bucket of each parameter.

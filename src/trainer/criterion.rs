@@ -31,14 +31,9 @@ use crate::runtime::panics;
 #[derive(Clone)]
 pub struct Criterion {
     loss: LossFunction,
-    metrics: Vec<NamedMetric>,
+    /// The metrics with their names.
+    metrics: Vec<(&'static str, Arc<Metric>)>,
     count: Option<Arc<Count>>,
-}
-
-#[derive(Clone)]
-struct NamedMetric {
-    name: &'static str,
-    measure: Arc<Metric>,
 }
 
 #[derive(Clone)]
@@ -99,7 +94,7 @@ impl Criterion {
         name: &'static str,
         metric: impl Fn(&Tensor, &Tensor) -> Tensor + Send + Sync + 'static,
     ) -> Self {
-        self.metrics.push(NamedMetric { name, measure: Arc::new(metric) });
+        self.metrics.push((name, Arc::new(metric)));
         self
     }
 
@@ -132,11 +127,6 @@ impl Criterion {
         matches!(self.loss, LossFunction::BuiltIn(Loss::CrossEntropy))
     }
 
-    /// Returns whether validation has numbers with names.
-    pub(super) fn has_names(&self) -> bool {
-        self.has_own_loss() || self.has_metrics()
-    }
-
     /// Returns whether batches count as something else than their samples.
     pub(super) fn has_count(&self) -> bool {
         self.count.is_some()
@@ -160,10 +150,10 @@ impl Criterion {
     /// Returns the loss of a batch with its parts and all metrics. An empty batch has the loss alone, which is 0.
     pub(super) fn measure(&self, output: &Tensor, batch: &Batch) -> Result<LossParts> {
         let mut measured = self.loss_with_parts(output, batch)?;
-        for NamedMetric { name, measure } in self.metrics.iter().filter(|_| !batch.is_empty()) {
+        for (name, measure) in self.metrics.iter().filter(|_| !batch.is_empty()) {
             let what = format!("the metric `{name}`");
             let value = panics::in_closure(&what, || measure(output, &batch.targets))?;
-            measured.0.push((name, one_number(value, || what)?));
+            measured.0.push((*name, one_number(value, || what)?));
         }
         Ok(measured)
     }
@@ -194,7 +184,7 @@ impl Criterion {
 
     /// Checks that each metric, and each of the `parts` of the loss but the first, has another name.
     fn check_names(&self, parts: impl Iterator<Item = &'static str>) -> Result<()> {
-        let mut names = parts.chain(self.metrics.iter().map(|metric| metric.name));
+        let mut names = parts.chain(self.metrics.iter().map(|(name, _)| *name));
         let mut taken: Vec<&str> = names.next().into_iter().collect();
         if self.classifies() {
             taken.extend(["accuracy", "bits_per_token"]);

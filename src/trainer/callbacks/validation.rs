@@ -51,7 +51,7 @@ impl Validation {
         let mut sums = Sums::default();
         for (index, batch) in self.loader.epoch(0)?.enumerate() {
             let batch = batch?;
-            let _autocast = context.options.amp.autocast(device)?;
+            let _autocast = context.autocast()?;
             let added = tch::no_grad(|| -> crate::error::Result<()> {
                 let output = context.forward(&batch, false);
                 let count = context.criterion.count_of(&batch)?;
@@ -67,7 +67,8 @@ impl Validation {
                 closure_error(error, &self.loader.samples(0, 0, index, 1).unwrap_or_default())
             })?;
         }
-        let (names, totals) = sums.of_all_ranks(context.group(), context.criterion.has_names())?;
+        let has_names = context.criterion.has_own_loss() || context.criterion.has_metrics();
+        let (names, totals) = sums.of_all_ranks(context.group(), has_names)?;
         let loss = totals[0] / totals[2];
         if !loss.is_finite() {
             return Err(context.nonfinite_validation(loss)?.into());
