@@ -81,13 +81,14 @@ impl ReducerState {
         // Averages the gradients of an earlier backward first, because this one adds to them.
         average_gradients(&self.layout.memory.buffers)?;
         self.reset()?;
-        let factor = match self.joining.filter(|_| averages) {
-            Some(join) => {
-                let active = count_active(&self.group, true, join)?;
-                join.loss_factor(self.group.world_size(), active)
+        let mut factor = 1.0;
+        if let Some(join) = self.joining.filter(|_| averages) {
+            let active = count_active(&self.group, true, join)?;
+            // The gradients are divided by the number of all ranks.
+            if !join.divide_by_initial_world_size {
+                factor = self.group.world_size() as f64 / active as f64;
             }
-            None => 1.0,
-        };
+        }
         if factor != 1.0 {
             self.layout.memory.multiply_gradients(factor)?;
         }

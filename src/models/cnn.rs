@@ -32,18 +32,12 @@ pub(super) const CNN: Architecture = Architecture {
 #[derive(Debug)]
 struct Cnn {
     side: i64,
-    stages: Vec<Stage>,
+    /// The convolution of each stage, with a kernel of 3 x 3 and padding that keeps the size, and its batch norm.
+    stages: Vec<(Parameters, BatchNorm)>,
     activation: Activation,
     head: Parameters,
     /// The ranks over whose samples the batch norms normalize; `None` for those of this rank.
     group: Option<SendWrapper<Rc<ProcessGroup>>>,
-}
-
-#[derive(Debug)]
-struct Stage {
-    /// A kernel of 3 x 3, with padding that keeps the size.
-    conv: Parameters,
-    norm: BatchNorm,
 }
 
 impl Cnn {
@@ -54,10 +48,10 @@ impl Cnn {
         let mut channels_in = 1;
         let mut stages = Vec::with_capacity(channels.len());
         for (i, &channels) in channels.iter().enumerate() {
-            stages.push(Stage {
-                conv: Parameters::drawn(&(root / (1 + 4 * i)), &[channels, channels_in, 3, 3])?,
-                norm: BatchNorm::make(&(root / (2 + 4 * i)), channels, BatchNorm::DEFAULT)?,
-            });
+            stages.push((
+                Parameters::drawn(&(root / (1 + 4 * i)), &[channels, channels_in, 3, 3])?,
+                BatchNorm::make(&(root / (2 + 4 * i)), channels, BatchNorm::DEFAULT)?,
+            ));
             channels_in = channels;
         }
         let pixels = (side >> channels.len()).pow(2);
@@ -104,7 +98,7 @@ fn check(in_features: i64, channels: &[i64]) -> Result<(), (&'static str, String
 impl ModuleT for Cnn {
     fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         let mut current = inputs.view([-1, 1, self.side, self.side]);
-        for Stage { conv, norm } in &self.stages {
+        for (conv, norm) in &self.stages {
             let convolved = current.conv2d(&conv.weight, conv.bias.as_ref(), 1, 1, 1, 1);
             let normal = or_throw(match &self.group {
                 None => norm.f_forward_t(&convolved, train),

@@ -52,13 +52,10 @@ impl NamedTensor {
                 )));
             }
         }
-        tensors.extend(named.into_iter().map(|(name, tensor)| Self {
-            name,
-            tensor,
-            trainable: false,
-            is_buffer: true,
-            is_ignored: false,
-        }));
+        for (name, tensor) in named {
+            let (trainable, is_buffer, is_ignored) = (false, true, false);
+            tensors.push(Self { name, tensor, trainable, is_buffer, is_ignored });
+        }
         Ok(tensors)
     }
 }

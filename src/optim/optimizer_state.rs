@@ -181,7 +181,9 @@ impl OptimizerState {
             )?;
             let counts_all = self.count_to == u64::MAX;
             let count = counts_all.then(|| Count::new(steps, parts.len(), device)).transpose()?;
-            let tensors = self.tensors(&members)?;
+            let own = |&index: &usize| self.seen.iter().find_map(|it| it.tensors.get(index));
+            let tensors = members.iter().filter_map(own).map(Tensor::shallow_clone).collect();
+            let tensors = TensorList::new(tensors)?;
             groups.push(Group { decays, steps, parts, count, members, tensors });
         }
         self.groups = groups;
@@ -190,13 +192,6 @@ impl OptimizerState {
             None => Vec::new(),
         };
         Ok(())
-    }
-
-    /// Returns the model's own tensors of the parameters with these indices.
-    fn tensors(&self, indices: &[usize]) -> Result<TensorList> {
-        let of = |&index: &usize| self.seen.iter().find_map(|it| it.tensors.get(index));
-        let handles = indices.iter().filter_map(of).map(Tensor::shallow_clone);
-        TensorList::new(handles.collect())
     }
 
     /// Returns the current arrangement of each buffer.

@@ -84,17 +84,19 @@ impl<M> TrainContext<M> {
         &self.state
     }
 
+    /// Returns how many steps an epoch has after its first `samples_seen` samples.
+    pub(super) fn steps_from(&self, samples_seen: usize) -> u64 {
+        self.loader.num_batches_from(samples_seen).div_ceil(self.options.accumulate) as u64
+    }
+
     /// Returns how many steps the whole run has, if nothing ends it early.
     pub(super) fn total_steps(&self) -> u64 {
         let TrainerState { epoch, step, samples_seen, .. } = self.state;
-        let steps_from = |samples_seen| {
-            self.loader.num_batches_from(samples_seen).div_ceil(self.options.accumulate) as u64
-        };
         let steps = match self.max_epochs.saturating_sub(epoch) {
             0 => step,
             epochs => (epochs - 1)
-                .saturating_mul(steps_from(0))
-                .saturating_add(step + steps_from(samples_seen)),
+                .saturating_mul(self.steps_from(0))
+                .saturating_add(step + self.steps_from(samples_seen)),
         };
         self.options.max_steps.map_or(steps, |max| max.min(steps))
     }
@@ -134,23 +136,6 @@ impl<M> TrainContext<M> {
         self.ended_by.or(no_progress).or_else(|| self.stop.as_ref()?.after(steps))
     }
 
-    /// Decides on rank 0 whether the next step is the last.
-    pub(super) fn decide_stop(&self) {
-        if self.group().rank() == 0
-            && let Some(stop) = &self.stop
-        {
-            stop.decide(self.state.step);
-        }
-    }
-
-    /// Returns the number of samples that all ranks together have in this step. `batches` are this rank's.
-    pub(super) fn samples_of_all_ranks(&self, batches: &[Batch]) -> usize {
-        let here = batches.iter().map(Batch::len).sum::<usize>();
-        // If the loader gives no count, every rank has the same number of samples.
-        let dealt = self.loader.dealt_in(self.state.samples_seen, batches.len());
-        dealt.unwrap_or(here * self.group().world_size())
-    }
-
     /// Returns this rank's samples in `count` batches of this step from batch `first`, by their indices in the data.
     pub(super) fn samples(&self, first: usize, count: usize) -> Result<Vec<usize>> {
         self.loader.samples(self.state.epoch, self.state.samples_seen, first, count)
@@ -180,7 +165,9 @@ impl<M> TrainContext<M> {
 
     /// Counts a step that has just been made or skipped.
     pub(super) fn count_step(&mut self, step: &Step) {
-        let samples = self.samples_of_all_ranks(&step.batches);
+        // If the loader does not know all ranks' samples, every rank has the same number.
+        let dealt = self.loader.dealt_in(self.state.samples_seen, step.batches.len());
+        let samples = dealt.unwrap_or(step.num_samples() * self.group().world_size());
         self.tokens_per_sample
             .get_or_init(|| step.batches.first().and_then(Batch::tokens_per_sample));
         if step.is_skipped() {

@@ -85,8 +85,7 @@ impl<M: Forward> Trainer<M> {
         callbacks.each(|callback| callback.on_epoch_start(context))?;
         let (epoch, samples_seen) = (context.state.epoch, context.state.samples_seen);
         let mut batches = context.loader.epoch_from(epoch, samples_seen)?;
-        let steps =
-            context.loader.num_batches_from(samples_seen).div_ceil(context.options.accumulate);
+        let steps = context.steps_from(samples_seen);
         context.counted_here = 0;
         let mut samples = 0;
         for left in (0..steps).rev() {
@@ -110,7 +109,9 @@ impl<M: Forward> Trainer<M> {
     ) -> anyhow::Result<usize> {
         let Self { context, callbacks } = self;
         let (epoch, index) = (context.state.epoch, context.state.step);
-        context.decide_stop();
+        if let Some(stop) = context.stop.as_ref().filter(|_| context.group().rank() == 0) {
+            stop.decide(index);
+        }
         context.group().enter_step(index)?;
         context.group().enter_phase(Operation::Data, index);
         let batches = batches.take(context.options.accumulate).collect::<Result<_>>()?;
