@@ -1,11 +1,8 @@
 //! The order of the parameters in the buckets, which follows the order of ready gradients after the first step.
 
-use tch::Tensor;
-
 use super::layout::{Layout, default_order};
 use super::options::DdpOptions;
 use crate::error::Result;
-use crate::ffi::TorchResult;
 use crate::process_group::ProcessGroup;
 
 /// Rebuilds the buckets on all ranks after the first iteration, in the order in which rank 0's gradients became ready.
@@ -24,11 +21,6 @@ pub(super) fn rebuild_buckets(
         // This rank has run out of inputs, or some parameters are never used.
         order = default_order(layout.states.len());
     }
-    let mine: Vec<i64> = order.iter().map(|&index| index as i64).collect();
-    let mut agreed = group.to_device(&Tensor::from_slice(&mine))?;
-    group.broadcast(&mut agreed, 0)?;
-    let agreed = Vec::<i64>::try_from(group.to_host(&agreed)?);
-    let agreed = agreed.doing("reading rank 0's order")?;
-    order = agreed.into_iter().map(|index| index as usize).collect();
+    group.broadcast_object_list(&mut order, 0)?;
     layout.fill_buckets(&order, options)
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use serde_json::{Map, Value};
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 use crate::data::Batch;
 use crate::ddp::DistributedDataParallel;
@@ -211,9 +211,8 @@ fn hash(tensor: &Tensor) -> crate::error::Result<TensorHash> {
 
 /// Returns a loss; `None` if it is not finite.
 fn loss(loss: &Tensor) -> crate::error::Result<Option<f64>> {
-    let read =
-        || loss.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?.f_double_value(&[]);
-    read().doing("reading the loss").map(|loss| Some(loss).filter(|loss| loss.is_finite()))
+    let loss = loss.f_double_value(&[]).doing("reading the loss")?;
+    Ok(loss.is_finite().then_some(loss))
 }
 
 /// Returns the name of this machine's processor.
