@@ -7,9 +7,8 @@ use tch::Device;
 
 use super::active_ranks::{JoinOptions, count_active};
 use super::averaging::{Averaging, BucketTurn};
-use super::bucket_order::rebuild_buckets;
 use super::comm_hooks::average;
-use super::layout::Layout;
+use super::layout::{Layout, default_order};
 use super::options::DdpOptions;
 use super::statistics::BackwardClock;
 use super::unused::UnusedParams;
@@ -232,8 +231,18 @@ impl ReducerState {
         let Self { group, layout, unused, options, .. } = self;
         self.clock.totals.communication += self.averaging.path.wait(group)?;
         unused.restore_unused(layout, options, group)?;
-        if let Some(ready) = self.ready.take() {
-            rebuild_buckets(ready, layout, options, group)?;
+        // Rebuilds the buckets after the first iteration, in the order in which rank 0's gradients became ready. One bucket
+        // gains nothing, and in an iteration that need not use all parameters some may be missing.
+        if let Some(mut order) = self.ready.take()
+            && !options.find_unused_parameters
+            && layout.buckets.len() > 1
+        {
+            if order.len() < layout.states.len() {
+                // This rank has run out of inputs, or some parameters are never used.
+                order = default_order(layout.states.len());
+            }
+            group.broadcast_object_list(&mut order, 0)?;
+            layout.fill_buckets(&order, options)?;
         }
         layout.memory.set_averaged(scatters);
         unused.clear_gradients(layout)
