@@ -80,11 +80,16 @@ impl<M: Forward> Trainer<M> {
         self
     }
 
+    /// Replaces the callback of this order.
+    fn with(mut self, order: Order, callback: impl Callback<M> + 'static) -> Self {
+        self.callbacks.set(order, Some(callback));
+        self
+    }
+
     /// Adds a callback that replaces the batches of each step. It runs before all others.
     #[must_use]
-    pub(crate) fn replace_batches(mut self, callback: impl Callback<M> + 'static) -> Self {
-        self.callbacks.set(Order::Batches, Some(callback));
-        self
+    pub(crate) fn replace_batches(self, callback: impl Callback<M> + 'static) -> Self {
+        self.with(Order::Batches, callback)
     }
 
     /// Replaces all options.
@@ -162,10 +167,8 @@ impl<M: Forward> Trainer<M> {
     /// Validates on the batches of `loader` after every `every` epochs (at least 1), and after the last. Its sampler
     /// should be [`uneven`](crate::DistributedSampler::uneven), so that no sample is counted twice.
     #[must_use]
-    pub fn validation(mut self, loader: DataLoader, every: u64) -> Self {
-        let callback = Validation { loader, every: every.max(1) };
-        self.callbacks.set(Order::Validation, Some(callback));
-        self
+    pub fn validation(self, loader: DataLoader, every: u64) -> Self {
+        self.with(Order::Validation, Validation { loader, every: every.max(1) })
     }
 
     /// Saves into `dir` at the intervals of `every`, after the best validation so far, and when training ends or stops.
@@ -178,14 +181,12 @@ impl<M: Forward> Trainer<M> {
     /// parameters, optimizer, number of samples and batch size.
     #[must_use]
     pub fn checkpoints(
-        mut self,
+        self,
         dir: impl Into<Option<CheckpointDir>>,
         every: SaveEvery,
         options: Map<String, Value>,
     ) -> Self {
-        let callback = Checkpoints::new(dir.into(), every, options);
-        self.callbacks.set(Order::Checkpoints, Some(callback));
-        self
+        self.with(Order::Checkpoints, Checkpoints::new(dir.into(), every, options))
     }
 
     /// Sets the data files, whose hashes checkpoints save: [`TrainerState::data_files`].
@@ -197,52 +198,45 @@ impl<M: Forward> Trainer<M> {
     /// Writes metrics to `logger` after every `every` steps of an epoch (at least 1), and at its end and that of the
     /// run. Call on all ranks alike, because they reduce their numbers first. Rank 0 alone needs a logger.
     #[must_use]
-    pub fn log_metrics(mut self, every: u64, logger: Option<MetricsLogger>) -> Self {
-        self.callbacks.set(Order::Metrics, Some(Metrics::new(every.max(1), logger)));
-        self
+    pub fn log_metrics(self, every: u64, logger: Option<MetricsLogger>) -> Self {
+        self.with(Order::Metrics, Metrics::new(every.max(1), logger))
     }
 
     /// Writes hashes of each rank's gradients, parameters and buffers to `file`, which the ranks of this process share,
     /// in every step whose number is divisible by `every` (at least 1). `options` are what may change the result.
     #[must_use]
     pub fn record(
-        mut self,
+        self,
         file: Arc<RecordFile>,
         every: u64,
         program: String,
         options: Map<String, Value>,
     ) -> Self {
         let run = self.context.ddp.group().run().clone();
-        let record = Record::new(file, every.max(1), program, options, run);
-        self.callbacks.set(Order::Record, Some(record));
-        self
+        self.with(Order::Record, Record::new(file, every.max(1), program, options, run))
     }
 
     /// Writes all tensors of one step of one rank to a safetensors file: `batch`, `before` (the parameters before the
     /// step), `gradient` (the rank's own), `average`, `loss`, `parameter` (after the step) and `buffer`, each with a dot
     /// and the name of the tensor behind it.
     #[must_use]
-    pub fn keep(mut self, place: KeepTensors) -> Self {
-        self.callbacks.set(Order::KeptTensors, Some(KeptTensors::new(place)));
-        self
+    pub fn keep(self, place: KeepTensors) -> Self {
+        self.with(Order::KeptTensors, KeptTensors::new(place))
     }
 
     /// Prints each epoch with `printer`, which the ranks of this process share. Rank 0 also prints which step it is at,
     /// by time: the first time after two seconds.
     #[must_use]
-    pub fn report(mut self, printer: Arc<Printer>) -> Self {
-        self.callbacks.set(Order::Progress, Some(Progress::new(printer)));
-        self
+    pub fn report(self, printer: Arc<Printer>) -> Self {
+        self.with(Order::Progress, Progress::new(printer))
     }
 
     /// Makes `explainer` explain how the ranks train one model, with the numbers of the first two steps.
     /// `hash_before_broadcast` is the [`parameters_hash`](crate::parameters_hash) of the model before it was wrapped.
     /// Call on all ranks alike; rank 0 alone needs an explainer. The results of training are the same.
     #[must_use]
-    pub fn explain(mut self, hash_before_broadcast: u64, explainer: Option<Explainer>) -> Self {
-        let callback = Explanation::new(hash_before_broadcast, explainer);
-        self.callbacks.set(Order::Explanation, Some(callback));
-        self
+    pub fn explain(self, hash_before_broadcast: u64, explainer: Option<Explainer>) -> Self {
+        self.with(Order::Explanation, Explanation::new(hash_before_broadcast, explainer))
     }
 
     /// Returns the model in its current state.
