@@ -23,7 +23,7 @@ pub(super) enum ReducePath {
         /// Whether a launched reduction has not been waited for.
         pending: bool,
     },
-    /// Over a network on CPUs: the operations on the group's communication thread.
+    /// Over a network on CPUs: the operations on the group's communication thread, until [`wait`](Self::wait).
     OnThread(Vec<Work>),
     /// By the rank itself.
     ByRank,
@@ -53,12 +53,6 @@ impl ReducePath {
     /// for a late one during backward gives up its core, while after backward both ranks are at the same point.
     pub(super) fn overlaps(&self) -> bool {
         !matches!(self, Self::ByRank)
-    }
-
-    /// Returns the list for asynchronous operations, to be kept until [`wait`](Self::wait). `None` if the rank itself is to
-    /// reduce.
-    pub(super) fn works(&mut self) -> Option<&mut Vec<Work>> {
-        if let Self::OnThread(works) = self { Some(works) } else { None }
     }
 
     /// Runs `reduce` after all work that this rank has launched so far.

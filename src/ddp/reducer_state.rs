@@ -245,7 +245,7 @@ impl ReducerState {
             layout.fill_buckets(&order, options)?;
         }
         layout.memory.set_averaged(scatters);
-        unused.clear_gradients(layout)
+        unused.undefined.iter().try_for_each(|&index| layout.memory.parameters[index].clear_grad())
     }
 
     /// Takes part with zero gradients in a step of the ranks that still have inputs.

@@ -16,7 +16,7 @@ pub(super) struct UnusedParams {
     /// With `static_graph`: whether the ranks have agreed on the parameters that are unused everywhere in all steps.
     have_agreed: bool,
     /// Parameters without a gradient on any rank since `zero_grad`, as of the last step.
-    undefined: Vec<usize>,
+    pub undefined: Vec<usize>,
     /// Earlier gradients of the parameters that this rank does not use in this step, by index.
     kept: Vec<(usize, Tensor)>,
     /// The factor by which this step has multiplied the earlier gradients: see [`JoinOptions`](super::JoinOptions).
@@ -89,14 +89,6 @@ impl UnusedParams {
         }
         for &index in &self.undefined {
             layout.states[index].has_gradient = false;
-        }
-        Ok(())
-    }
-
-    /// Removes the gradients of the parameters that no rank has used since `zero_grad`.
-    pub(super) fn clear_gradients(&self, layout: &Layout) -> Result<()> {
-        for &index in &self.undefined {
-            layout.memory.parameters[index].clear_grad()?;
         }
         Ok(())
     }

@@ -8,9 +8,9 @@ use tch::{Device, Kind, Tensor};
 use super::param_memory::{ParamMemory, cache_line_numel};
 use super::partitions::Partitions;
 use super::{FlatBuffer, GradState, OptimizerLayout, ParamSpan, SharedModel};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, set_grad};
-use crate::process_group::{ProcessGroup, ReduceOp, join_shapes};
+use crate::process_group::{ProcessGroup, ReduceOp, device_name, join_shapes};
 
 /// All parameters of a model and their gradients, which the ranks keep as an [`OptimizerLayout`] says.
 #[derive(Debug)]
@@ -229,7 +229,15 @@ impl FlatMemory {
         let own = |buffer: &FlatBuffer| buffer.parameters.f_data().doing(doing);
         let tensors = shared.group.share_tensors(|| self.buffers.iter().map(own).collect())?;
         for (buffer, tensor) in self.buffers.iter_mut().zip(&tensors) {
-            shared.check_device(tensor.device())?;
+            let (mine, theirs) = (shared.group.device(), tensor.device());
+            if mine != theirs {
+                return Err(Error::unsupported(format!(
+                    "SharedModel: this rank is on {} and another on {}, which cannot share memory; start ranks on the CPU \
+                     or on one GPU, or use another OptimizerLayout",
+                    device_name(mine),
+                    device_name(theirs)
+                )));
+            }
             buffer.parameters.f_set_data(tensor).doing(doing)?;
             buffer.layout.change(|arrangement| arrangement.shared = Some(shared.clone()));
             for span in &*buffer.layout.get() {

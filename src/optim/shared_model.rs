@@ -10,11 +10,11 @@ use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::rc::Rc;
 
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result, opaque_debug};
 use crate::ffi::TorchResult;
-use crate::process_group::{ProcessGroup, ReduceOp, device_name};
+use crate::process_group::{ProcessGroup, ReduceOp};
 
 /// Elements per piece: 128 KiB of float32. Small, so that the mean can stay in a cache until the optimizer reads it;
 /// large, so that the kernel calls cost little. 16 Ki to 128 Ki elements take the same time within 5 %. A multiple of a
@@ -56,20 +56,6 @@ impl SharedModel {
             if group.spans_processes() { Rc::new(group.new_local_group()?) } else { group.clone() };
         let (average, scratch) = (Cell::new(None), RefCell::new(Vec::new()));
         Ok(Some(Self { group, average, scratch }))
-    }
-
-    /// Refuses to share the memory of another device.
-    pub(super) fn check_device(&self, theirs: Device) -> Result<()> {
-        let mine = self.group.device();
-        if theirs == mine {
-            return Ok(());
-        }
-        Err(Error::unsupported(format!(
-            "SharedModel: this rank is on {} and another on {}, which cannot share memory; start ranks on the CPU or on one \
-             GPU, or use another OptimizerLayout",
-            device_name(mine),
-            device_name(theirs)
-        )))
     }
 
     /// Averages this rank's slice of `gradients`, which have one dtype and these `shapes`, and calls `on_piece` for each

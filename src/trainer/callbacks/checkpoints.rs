@@ -6,7 +6,6 @@ use serde_json::{Map, Value};
 use super::replica_check::compare_replicas;
 use crate::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TrainerState, Writer};
 use crate::error::{Compared, Error, Shown};
-use crate::process_group::ProcessGroup;
 use crate::trainer::{Callback, Epoch, Step, TrainContext};
 
 /// Intervals between checkpoints. The end of training is always saved.
@@ -36,9 +35,27 @@ impl<M> Callback<M> for Checkpoints {
         context: &mut TrainContext<M>,
         checkpoint: &Checkpoint,
     ) -> Result<()> {
-        if self.make_room_after(checkpoint, context.group())? {
-            self.saved_at = Some(checkpoint.state().step);
+        let group = context.group();
+        let mut is_saved_here = Vec::new();
+        if group.rank() == 0
+            && let Some(dir) = self.writer.as_ref().map(|writer| &writer.dir)
+        {
+            let is_here = dir.contains(checkpoint);
+            if is_here {
+                dir.set_aside_after(checkpoint)?;
+            } else if let Some(newest) = dir.newest()? {
+                return Err(Error::usage(format!(
+                    "this run continues from {}, but the folder to save in has other checkpoints already, the newest \
+                     is {}; save in the folder of its own checkpoints, or in a new one",
+                    checkpoint.path().shown(),
+                    newest.shown()
+                ))
+                .into());
+            }
+            is_saved_here.push(is_here);
         }
+        group.broadcast_object_list(&mut is_saved_here, 0)?;
+        self.saved_at = (is_saved_here == [true]).then(|| checkpoint.state().step);
         Ok(())
     }
 
@@ -81,30 +98,6 @@ impl Checkpoints {
         options: Map<String, Value>,
     ) -> Self {
         Self { every, options, writer: dir.map(Writer::new), saved_at: None }
-    }
-
-    /// Returns whether `checkpoint` is in the folder of this run. If so, sets newer ones aside. A collective.
-    fn make_room_after(&self, checkpoint: &Checkpoint, group: &ProcessGroup) -> Result<bool> {
-        let mut is_saved_here = Vec::new();
-        if group.rank() == 0
-            && let Some(dir) = self.writer.as_ref().map(|writer| &writer.dir)
-        {
-            let is_here = dir.contains(checkpoint);
-            if is_here {
-                dir.set_aside_after(checkpoint)?;
-            } else if let Some(newest) = dir.newest()? {
-                return Err(Error::usage(format!(
-                    "this run continues from {}, but the folder to save in has other checkpoints already, the newest \
-                     is {}; save in the folder of its own checkpoints, or in a new one",
-                    checkpoint.path().shown(),
-                    newest.shown()
-                ))
-                .into());
-            }
-            is_saved_here.push(is_here);
-        }
-        group.broadcast_object_list(&mut is_saved_here, 0)?;
-        Ok(is_saved_here == [true])
     }
 
     /// Saves a checkpoint if `due`, or if one is due after this step. A collective in that case.

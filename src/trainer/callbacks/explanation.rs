@@ -172,13 +172,10 @@ fn values(tensor: &Tensor) -> crate::error::Result<Vec<f64>> {
 
 /// Returns the index of the value with the largest magnitude; the first if several are equal.
 fn index_of_largest(values: &[f64]) -> usize {
-    let mut largest = 0;
-    for (index, value) in values.iter().enumerate() {
-        if value.abs() > values[largest].abs() {
-            largest = index;
-        }
-    }
-    largest
+    let larger = |largest: usize, index: usize| {
+        if values[index].abs() > values[largest].abs() { index } else { largest }
+    };
+    (0..values.len()).fold(0, larger)
 }
 
 #[cfg(test)]

@@ -39,13 +39,11 @@ pub(crate) fn compare_replicas<M>(
     group.synchronize()?;
     let (names, hashes): (Vec<String>, Vec<u64>) = ddp.tensor_hashes(buffers)?.into_iter().unzip();
     let all = group.all_gather_object(&hashes)?;
-    match difference(&all, &names, group.ranks()) {
-        None => Ok(()),
-        Some((parameter, others, suspects)) => {
-            let (parameter, step) = (parameter.clone(), steps.saturating_sub(1));
-            Err(Error::ReplicasDiverged { parameter, others, suspects, step, compared })
-        }
-    }
+    let Some((parameter, others, suspects)) = difference(&all, &names, group.ranks()) else {
+        return Ok(());
+    };
+    let (parameter, step) = (parameter.clone(), steps.saturating_sub(1));
+    Err(Error::ReplicasDiverged { parameter, others, suspects, step, compared })
 }
 
 /// Returns the first of `names` whose hashes differ between `ranks`, the number of others that differ, and the suspect
