@@ -5,8 +5,8 @@ use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
+use super::param_layout::Partitions;
 use super::param_memory::{ParamMemory, cache_line_numel};
-use super::partitions::Partitions;
 use super::{FlatBuffer, GradState, OptimizerLayout, ParamSpan, SharedModel};
 use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, set_grad};

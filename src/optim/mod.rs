@@ -9,7 +9,6 @@ mod optimizer_layout;
 mod optimizer_state;
 mod param_layout;
 mod param_memory;
-mod partitions;
 mod parts;
 mod runs;
 mod saved_state;

@@ -1,4 +1,4 @@
-//! The layout of parameters and their gradients in flat buffers, and the parts of it that this rank steps.
+//! The layout of parameters and their gradients in flat buffers, and the parts of it that each rank steps.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -7,9 +7,9 @@ use std::rc::Rc;
 use tch::{Device, Tensor};
 
 use super::SharedModel;
-use super::partitions::Partitions;
-use crate::error::Result;
+use crate::error::{Result, opaque_debug};
 use crate::ffi::TorchResult;
+use crate::process_group::ProcessGroup;
 
 /// Parameters and their gradients for an optimizer: two one-dimensional tensors of the same length and dtype, which
 /// share the model's memory. `gradients` keeps its length without gradients, unless the buffer has a single parameter whose
@@ -225,6 +225,41 @@ impl Arrangement {
             } else {
                 group.gather(&mine, None, 0)?;
             }
+        }
+        Ok(())
+    }
+}
+
+/// The partitions of a flat buffer, with [`OptimizerLayout::Partitioned`](super::OptimizerLayout).
+///
+/// Every rank has all parameters, but keeps the optimizer's state of its own partitions only. Each bucket has an equal
+/// partition for each rank. A rank receives the averaged gradients of its partitions, updates their parameters, and
+/// gathers the partitions that the other ranks have updated. This is stage 1 of ZeRO, as in PyTorch's
+/// `ZeroRedundancyOptimizer`.
+pub(super) struct Partitions {
+    pub group: Rc<ProcessGroup>,
+    /// The buckets in the buffer, in order. The length of each is a multiple of the number of ranks.
+    pub buckets: Vec<Range<usize>>,
+}
+
+opaque_debug!(Partitions);
+
+impl Partitions {
+    /// Returns this rank's partition of each bucket, as a range of the buffer.
+    pub(super) fn mine(&self) -> impl Iterator<Item = Range<usize>> {
+        let (rank, ranks) = (self.group.rank(), self.group.world_size());
+        self.buckets.iter().map(move |bucket| {
+            let part = bucket.len() / ranks;
+            let start = bucket.start + rank * part;
+            start..start + part
+        })
+    }
+
+    /// Copies each rank's partitions of `flat`, a tensor of the buffer's length, to all ranks. A collective.
+    pub(super) fn gather_in_place(&self, flat: &Tensor) -> Result<()> {
+        for bucket in &self.buckets {
+            let (start, len) = (bucket.start as i64, bucket.len() as i64);
+            self.group.all_gather_in_place(&flat.f_narrow(0, start, len).doing("narrow")?)?;
         }
         Ok(())
     }

@@ -65,17 +65,17 @@ impl Record {
             gradients: Rc::default(),
         }
     }
+}
 
-    fn header<M>(&self, ddp: &DistributedDataParallel<M>) -> RecordHeader {
-        let describe = |tensors: Vec<(String, Tensor)>| {
-            let describe = |(name, tensor): (String, Tensor)| RecordedTensor {
-                name,
-                dtype: dtype_name(tensor.kind()).into(),
-                shape: tensor.size(),
-            };
-            tensors.into_iter().map(describe).collect()
+impl<M> Callback<M> for Record {
+    fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
+        let ddp = &context.ddp;
+        let describe = |(name, tensor): (String, Tensor)| RecordedTensor {
+            name,
+            dtype: dtype_name(tensor.kind()).into(),
+            shape: tensor.size(),
         };
-        RecordHeader {
+        self.file.begin(RecordHeader {
             format: RECORD_FORMAT,
             program: self.program.clone(),
             libtorch: ffi::version(),
@@ -83,16 +83,9 @@ impl Record {
             world_size: ddp.group().world_size(),
             every: self.every,
             options: self.options.clone(),
-            parameters: describe(ddp.trained_parameters()),
-            buffers: describe(ddp.untrained_tensors()),
-        }
-    }
-}
-
-impl<M> Callback<M> for Record {
-    fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
-        let ddp = &context.ddp;
-        self.file.begin(self.header(ddp))?;
+            parameters: ddp.trained_parameters().into_iter().map(describe).collect(),
+            buffers: ddp.untrained_tensors().into_iter().map(describe).collect(),
+        })?;
         ddp.group().synchronize()?;
         let rank = ddp.group().rank();
         let line = RecordLine::Start {
