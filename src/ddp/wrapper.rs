@@ -390,7 +390,9 @@ impl<M> DistributedDataParallel<M> {
     /// Returns the names of all parameters, and of buffers if wanted, with a 64-bit hash of the values of each, which
     /// must be defined.
     pub(crate) fn tensor_hashes(&self, buffers: bool) -> Result<Vec<(String, u64)>> {
-        models::hash_each(&self.tensors, buffers)
+        let wanted = |it: &&NamedTensor| !it.is_ignored && (buffers || !it.is_buffer);
+        let wanted = self.tensors.iter().filter(wanted);
+        wanted.map(|it| Ok((it.name.clone(), models::tensor_hash(&it.tensor)?))).collect()
     }
 
     /// Calls `observe` before each averaging, until [`stop_observing`](Self::stop_observing) gets the same `name`. The

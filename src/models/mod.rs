@@ -24,7 +24,7 @@ use tch::{Device, TchError, Tensor};
 pub use batch_norm::BatchNorm;
 pub use generate::{Generate, GenerateOptions};
 pub use layers::{Activation, Dropout};
-pub(crate) use named_tensors::{NamedTensor, by_name, bytes_of, hash, hash_each, tensor_hash};
+pub(crate) use named_tensors::{NamedTensor, by_name, bytes_of, hash, tensor_hash};
 pub use named_tensors::{parameters_hash, state_dict};
 pub use sync_batch_norm::SyncBatchNorm;
 

@@ -101,13 +101,6 @@ pub(crate) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
     Ok(hasher.digest())
 }
 
-/// Returns the names of all parameters, and of buffers if `buffers`, with a 64-bit hash of the values of each. Skips
-/// ignored tensors.
-pub(crate) fn hash_each(tensors: &[NamedTensor], buffers: bool) -> Result<Vec<(String, u64)>> {
-    let wanted = tensors.iter().filter(|named| !named.is_ignored && (buffers || !named.is_buffer));
-    wanted.map(|named| Ok((named.name.clone(), tensor_hash(&named.tensor)?))).collect()
-}
-
 /// Returns a 64-bit hash of the values of `tensor`: XXH3 of their bytes in row-major order.
 pub(crate) fn tensor_hash(tensor: &Tensor) -> Result<u64> {
     let mut hasher = Xxh3Default::new();

@@ -55,48 +55,43 @@ impl FlatMemory {
     ) -> Result<Self> {
         let mut memory =
             Self { parameters, buffers: Vec::new(), num_flat: 0, group, layout, shared: None };
-        memory.allocate(order)?;
+        for &index in order {
+            let parameter = &memory.parameters[index];
+            let (dtype, device) = (parameter.tensor.kind(), parameter.tensor.device());
+            let known = memory.buffers.iter().any(|buffer| buffer.parameters.kind() == dtype);
+            if known || parameter.in_place_memory().is_some() {
+                continue;
+            }
+            let same = memory.parameters.iter().filter(|other| other.tensor.kind() == dtype);
+            // Each bucket has at least one parameter, and at most this much padding.
+            let gap = memory.partition_multiple(dtype) - 1;
+            let numel: usize = same
+                .filter(|other| other.in_place_memory().is_none())
+                .map(|other| other.padded_numel() + gap)
+                .sum();
+            let zeros = |group| zeros(group, numel, dtype, device);
+            let parameters = zeros(memory.partition_group())?;
+            let gradients = zeros(Some(&memory.group))?;
+            memory.buffers.push(FlatBuffer { parameters, gradients, layout: Vec::new().into() });
+        }
+        memory.num_flat = memory.buffers.len();
+        for (index, parameter) in memory.parameters.iter().enumerate() {
+            let Some(gradients) = parameter.in_place_memory() else { continue };
+            // `f_view` and then `f_data`: a view would keep its base, and with it memory that `share` has replaced.
+            let flat = parameter.tensor.f_view(-1).and_then(|tensor| tensor.f_data());
+            memory.buffers.push(FlatBuffer {
+                parameters: flat.doing("making the buckets")?,
+                gradients,
+                layout: vec![parameter.span(index, 0)].into(),
+            });
+        }
+        memory.set_gradients(GradState::Cleared);
         let handles = memory.parameters.iter().map(|parameter| parameter.tensor.shallow_clone());
         let handles: Rc<[Tensor]> = handles.collect();
         for buffer in &memory.buffers {
             buffer.layout.change(|arrangement| arrangement.tensors = handles.clone());
         }
         Ok(memory)
-    }
-
-    fn allocate(&mut self, order: &[usize]) -> Result<()> {
-        for &index in order {
-            let parameter = &self.parameters[index];
-            let (dtype, device) = (parameter.tensor.kind(), parameter.tensor.device());
-            let known = self.buffers.iter().any(|buffer| buffer.parameters.kind() == dtype);
-            if known || parameter.in_place_memory().is_some() {
-                continue;
-            }
-            let same = self.parameters.iter().filter(|other| other.tensor.kind() == dtype);
-            // Each bucket has at least one parameter, and at most this much padding.
-            let gap = self.partition_multiple(dtype) - 1;
-            let numel: usize = same
-                .filter(|other| other.in_place_memory().is_none())
-                .map(|other| other.padded_numel() + gap)
-                .sum();
-            let zeros = |group| zeros(group, numel, dtype, device);
-            let parameters = zeros(self.partition_group())?;
-            let gradients = zeros(Some(&self.group))?;
-            self.buffers.push(FlatBuffer { parameters, gradients, layout: Vec::new().into() });
-        }
-        self.num_flat = self.buffers.len();
-        for (index, parameter) in self.parameters.iter().enumerate() {
-            let Some(gradients) = parameter.in_place_memory() else { continue };
-            // `f_view` and then `f_data`: a view would keep its base, and with it memory that `share` has replaced.
-            let flat = parameter.tensor.f_view(-1).and_then(|tensor| tensor.f_data());
-            self.buffers.push(FlatBuffer {
-                parameters: flat.doing("making the buckets")?,
-                gradients,
-                layout: vec![parameter.span(index, 0)].into(),
-            });
-        }
-        self.set_gradients(GradState::Cleared);
-        Ok(())
     }
 
     /// Moves values and gradients into the sequence of these `buckets`, each a list of parameters of one dtype. Returns the

@@ -12,7 +12,7 @@ use super::callbacks::{
 use super::loss::LossSum;
 use super::own_step::{OwnStep, Share};
 use super::{Callback, Criterion, LossParts, TrainContext, Trainer, TrainerOptions};
-use crate::checkpoint::{CheckpointDir, TrainerState};
+use crate::checkpoint::{CheckpointDir, TrainerState, Writer};
 use crate::data::{Batch, DataLoader};
 use crate::ddp::DistributedDataParallel;
 #[cfg(doc)]
@@ -186,7 +186,8 @@ impl<M: Forward> Trainer<M> {
         every: SaveEvery,
         options: Map<String, Value>,
     ) -> Self {
-        self.with(Order::Checkpoints, Checkpoints::new(dir.into(), every, options))
+        let writer = Option::map(dir.into(), Writer::new);
+        self.with(Order::Checkpoints, Checkpoints { every, options, writer, saved_at: None })
     }
 
     /// Sets the data files, whose hashes checkpoints save: [`TrainerState::data_files`].

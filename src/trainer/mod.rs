@@ -21,6 +21,7 @@ use std::time::Instant;
 
 use tch::Device;
 
+use crate::checkpoint::TrainerState;
 use crate::data::Batch;
 use crate::error::Result;
 use crate::models::Forward;
@@ -75,7 +76,18 @@ impl<M: Forward> Trainer<M> {
         for (_, callback) in self.callbacks.0.iter_mut().rev() {
             callback.on_train_end(&mut self.context)?;
         }
-        Ok(self.context.summary(first_step, stopped, elapsed)?)
+        let context = &mut self.context;
+        let (first_loss, last_loss) = match context.state.epoch_losses[..] {
+            [] => {
+                let loss = context.take_loss()?; // a collective
+                (loss, loss)
+            }
+            [first, .., last] => (first, last),
+            [only] => (only, only),
+        };
+        let TrainerState { step: steps, skipped_steps, .. } = context.state;
+        let steps_now = steps - first_step;
+        Ok(Summary { steps, steps_now, stopped, first_loss, last_loss, skipped_steps, elapsed })
     }
 
     /// Runs one pass over the rest of this rank's share of the data, or a part of it if the run stops.

@@ -4,7 +4,7 @@ use anyhow::Result;
 use serde_json::{Map, Value};
 
 use super::replica_check::compare_replicas;
-use crate::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TrainerState, Writer};
+use crate::checkpoint::{Checkpoint, Snapshot, TrainerState, Writer};
 use crate::error::{Compared, Error, Shown};
 use crate::trainer::{Callback, Epoch, Step, TrainContext};
 
@@ -20,12 +20,12 @@ pub struct SaveEvery {
 /// Saves the state of the run. Rank 0 writes.
 #[derive(Debug)]
 pub(in crate::trainer) struct Checkpoints {
-    every: SaveEvery,
-    options: Map<String, Value>,
+    pub every: SaveEvery,
+    pub options: Map<String, Value>,
     /// `Some` on rank 0 only.
-    writer: Option<Writer>,
+    pub writer: Option<Writer>,
     /// The step of the last save; `None` before the first.
-    saved_at: Option<u64>,
+    pub saved_at: Option<u64>,
 }
 
 impl<M> Callback<M> for Checkpoints {
@@ -92,14 +92,6 @@ fn is_due(every: Option<u64>, count: u64) -> bool {
 }
 
 impl Checkpoints {
-    pub(in crate::trainer) fn new(
-        dir: Option<CheckpointDir>,
-        every: SaveEvery,
-        options: Map<String, Value>,
-    ) -> Self {
-        Self { every, options, writer: dir.map(Writer::new), saved_at: None }
-    }
-
     /// Saves a checkpoint if `due`, or if one is due after this step. A collective in that case.
     fn save_if<M>(&mut self, due: bool, context: &TrainContext<M>) -> Result<()> {
         if let Some(writer) = &mut self.writer {
