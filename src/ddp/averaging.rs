@@ -1,10 +1,9 @@
 //! How a bucket of gradients is averaged. The model is wrapped with one way, or a communication hook is registered.
 
 use super::comm_hooks::{CommHook, GradBucket, average};
-use super::layout::Bucket;
 use super::reduce_path::ReducePath;
 use crate::error::Result;
-use crate::optim::{BucketMemory, ParamMemory};
+use crate::optim::{Bucket, ParamMemory};
 use crate::process_group::ProcessGroup;
 
 /// How and where the gradients of a bucket are averaged over the ranks.
@@ -61,8 +60,7 @@ impl Averaging {
     ) -> Result<bool> {
         let Self { path, how } = self;
         if let How::InPlace = how {
-            let BucketMemory { gradients, shapes, .. } = &bucket.memory;
-            group.all_reduce_list(gradients, shapes, average(group))?;
+            group.all_reduce_list(&bucket.gradients, &bucket.shapes, average(group))?;
             return Ok(true);
         }
         let mut gradients = bucket.concat_gradients(parameters)?;
@@ -73,7 +71,7 @@ impl Averaging {
                     index,
                     is_last,
                     gradients: &mut gradients,
-                    parameters: &bucket.memory.parameters,
+                    parameters: &bucket.parameters,
                 };
                 hook.reduce(&mut reduced, group)?;
                 // A hook may have replaced the tensor, as a Python hook would return a new one.

@@ -6,12 +6,12 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use super::layout::Bucket;
 use super::options::DdpOptions;
 use super::reducer_state::ReducerState;
 use crate::error::Result;
 use crate::ffi::GradHooks;
 use crate::models::NamedTensor;
+use crate::optim::Bucket;
 use crate::process_group::{ProcessGroup, num_bytes};
 
 /// The error for a backward outside of `ddp.backward`, after which the ranks would diverge silently.
@@ -55,7 +55,7 @@ impl Reducer {
     }
 
     pub(super) fn bucket_bytes(&self) -> Vec<usize> {
-        let bytes = |b: &Bucket| num_bytes(b.memory.dtype, b.memory.numel);
+        let bytes = |bucket: &Bucket| num_bytes(bucket.dtype, bucket.numel);
         self.state.borrow().layout.buckets.iter().map(bytes).collect()
     }
 

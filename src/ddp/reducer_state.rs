@@ -114,7 +114,7 @@ impl ReducerState {
         self.clock.begin(&self.group, self.layout.buckets.len());
         let Layout { buckets, memory, states, .. } = &mut self.layout;
         for bucket in buckets.iter_mut() {
-            bucket.pending = bucket.memory.parameters.len();
+            bucket.pending = bucket.parameters.len();
         }
         states.iter_mut().for_each(|state| state.ready = false);
         for &index in self.unused.always.iter().flatten() {
@@ -176,7 +176,7 @@ impl ReducerState {
         let scatters = self.scatters();
         let Self { layout, group, averaging, next: index, .. } = self;
         let index = *index;
-        if layout.buckets[index].memory.gradients.is_empty() {
+        if layout.buckets[index].gradients.is_empty() {
             return Ok(()); // all of its parameters are empty
         }
         group.set_context(CallContext {
@@ -185,7 +185,7 @@ impl ReducerState {
         });
         layout.show_gradients(index)?;
         let mut later = layout.buckets[index + 1..].iter();
-        let is_last = later.all(|bucket| bucket.memory.gradients.is_empty());
+        let is_last = later.all(|bucket| bucket.gradients.is_empty());
         let turn = BucketTurn { index, is_last, scatters, overlaps: self.overlaps };
         let Layout { buckets, memory, .. } = layout;
         if averaging.reduce(&mut buckets[index], &memory.parameters, group, turn)? {

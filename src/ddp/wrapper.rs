@@ -279,7 +279,7 @@ impl<M> DistributedDataParallel<M> {
             return Ok(());
         }
         let is_partitioned = layout.memory.is_partitioned();
-        for gradients in layout.buckets.iter_mut().flat_map(|bucket| &mut bucket.memory.gradients) {
+        for gradients in layout.buckets.iter_mut().flat_map(|bucket| &mut bucket.gradients) {
             averaging.path.run(group, |group| {
                 group.all_reduce(gradients, average(group))?;
                 if is_partitioned {

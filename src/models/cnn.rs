@@ -68,31 +68,26 @@ impl Layers for Cnn {
 }
 
 fn check(in_features: i64, channels: &[i64]) -> Result<(), (&'static str, String)> {
-    let side = in_features.max(0).isqrt();
+    let (side, stages) = (in_features.max(0).isqrt(), channels.len());
     if side < 2 || side * side != in_features {
         let problem = format!(
             "{in_features} is not a square number of 4 or more, and a cnn takes square images; use for example 784 (28 x 28)"
         );
         return Err(("in_features", problem));
     }
-    let stages = channels.len();
-    if stages == 0 {
-        let problem = "a cnn needs at least one stage; use for example 16,32".into();
-        return Err(("channels", problem));
-    }
-    if let Some(channels) = channels.iter().find(|&&channels| channels < 1) {
-        return Err(("channels", format!("{channels} is too small; use 1 or more")));
-    }
-    // Each stage halves the side.
-    if stages as u32 > side.ilog2() {
-        let problem = format!(
-            "{stages} stages leave nothing of images of {side} x {side} pixels; use {} or fewer, or larger \
-             images",
-            side.ilog2()
-        );
-        return Err(("channels", problem));
-    }
-    Ok(())
+    let most = side.ilog2(); // each stage halves the side
+    let problem = if stages == 0 {
+        "a cnn needs at least one stage; use for example 16,32".into()
+    } else if let Some(channels) = channels.iter().find(|&&channels| channels < 1) {
+        format!("{channels} is too small; use 1 or more")
+    } else if stages as u32 > most {
+        format!(
+            "{stages} stages leave nothing of images of {side} x {side} pixels; use {most} or fewer, or larger images"
+        )
+    } else {
+        return Ok(());
+    };
+    Err(("channels", problem))
 }
 
 impl ModuleT for Cnn {

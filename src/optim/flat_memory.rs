@@ -29,9 +29,9 @@ pub(crate) struct FlatMemory {
     shared: Option<Rc<SharedModel>>,
 }
 
-/// The memory of a bucket: of parameters whose gradients are reduced together.
+/// A bucket: parameters whose gradients are reduced together.
 #[derive(Debug)]
-pub(crate) struct BucketMemory {
+pub(crate) struct Bucket {
     /// The gradients: a range of a [`FlatBuffer`], and each gradient that stays where autograd puts it.
     pub gradients: Vec<Tensor>,
     /// Their shapes, as the ranks compare them.
@@ -41,6 +41,10 @@ pub(crate) struct BucketMemory {
     pub numel: usize,
     /// Its parameters. Each [`ParamSpan::start`] counts from the start of the bucket.
     pub parameters: Vec<ParamSpan>,
+    /// A copy of all gradients in sequence, for a communication hook. `None` until a hook needs it.
+    pub concatenated: Option<Tensor>,
+    /// The number of parameters that still lack their gradient in this step.
+    pub pending: usize,
 }
 
 impl FlatMemory {
@@ -95,12 +99,8 @@ impl FlatMemory {
     }
 
     /// Moves values and gradients into the sequence of these `buckets`, each a list of parameters of one dtype. Returns the
-    /// memory of each bucket. With `are_new`, the buffers are new and zero. A collective if the ranks share the model.
-    pub(crate) fn arrange(
-        &mut self,
-        buckets: &[Vec<usize>],
-        are_new: bool,
-    ) -> Result<Vec<BucketMemory>> {
+    /// buckets. With `are_new`, the buffers are new and zero. A collective if the ranks share the model.
+    pub(crate) fn arrange(&mut self, buckets: &[Vec<usize>], are_new: bool) -> Result<Vec<Bucket>> {
         let mut contents = vec![FlatContents::default(); self.num_flat];
         let make = |indices: &Vec<usize>| self.make_bucket(indices, &mut contents);
         let made = buckets.iter().map(make).collect::<Result<_>>()?;
@@ -119,13 +119,9 @@ impl FlatMemory {
         Ok(made)
     }
 
-    /// Returns the memory of a bucket of the parameters with these `indices`. `contents` has an entry for each flat buffer:
+    /// Returns a bucket of the parameters with these `indices`. `contents` has an entry for each flat buffer:
     /// the parameters that move into the buffer of this dtype are added to its entry.
-    fn make_bucket(
-        &self,
-        indices: &[usize],
-        contents: &mut [FlatContents],
-    ) -> Result<BucketMemory> {
+    fn make_bucket(&self, indices: &[usize], contents: &mut [FlatContents]) -> Result<Bucket> {
         let dtype = self.parameters[indices[0]].tensor.kind();
         let (parameters, numel) = self.in_sequence(indices);
         let (staying, moved): (Vec<usize>, Vec<usize>) =
@@ -148,7 +144,8 @@ impl FlatMemory {
             lengths.push(vec![parameter.tensor.numel() as i64]);
         }
         let shapes = join_shapes(lengths.into_iter());
-        Ok(BucketMemory { gradients, shapes, dtype, numel, parameters })
+        let (concatenated, pending) = (None, 0);
+        Ok(Bucket { gradients, shapes, dtype, numel, parameters, concatenated, pending })
     }
 
     /// Returns the spans of the parameters with these `indices` in sequence, and the number of elements with the gaps.

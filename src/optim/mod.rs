@@ -20,7 +20,7 @@ mod shared_step;
 pub use adamw::{AdamW, AdamWOptions};
 pub use clip::clip_grad_norm;
 pub use complete::average_gradients;
-pub(crate) use flat_memory::{BucketMemory, FlatMemory};
+pub(crate) use flat_memory::{Bucket, FlatMemory};
 pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState};
 pub use optimizer_layout::OptimizerLayout;
 pub use param_layout::{FlatBuffer, GradState, ParamLayout, ParamSpan};
