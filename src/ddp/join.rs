@@ -1,11 +1,10 @@
 //! Training on uneven inputs: ranks that have run out take part in the other ranks' collectives.
 
 use super::active_ranks::{JoinOptions, all_reduce_number, count_active};
-use super::reducer::Reducer;
 use super::wrapper::DistributedDataParallel;
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::optim::OptimizerLayout;
-use crate::process_group::{ProcessGroup, ReduceOp};
+use crate::process_group::ReduceOp;
 
 impl<M> DistributedDataParallel<M> {
     /// Runs `train`, in which ranks may call [`backward`](Self::backward) different numbers of times. A rank that is
@@ -69,25 +68,16 @@ impl<M> DistributedDataParallel<M> {
         let result = train(self);
         self.reducer.state().joining = None;
         let result = result?;
-        let last = self.reducer.shadow_until_all_joined(&self.group, options)?;
+        // Takes part in the others' steps with zeros until no rank has inputs.
+        let mut is_last = true;
+        while count_active(&self.group, false, options)? > 0 {
+            is_last = false;
+            self.reducer.state().shadow()?;
+        }
+        // One of the last ranks, the same on all ranks.
+        let mine = if is_last { self.group.rank() as i64 } else { -1 };
+        let last = all_reduce_number(&self.group, mine, ReduceOp::Max)?.max(0) as usize;
         self.sync_module_states(last)?;
         Ok(result)
-    }
-}
-
-impl Reducer {
-    /// Takes part in the others' steps with zeros until no rank has inputs. Returns one of the last ranks, the same on
-    /// all ranks.
-    fn shadow_until_all_joined(&self, group: &ProcessGroup, options: JoinOptions) -> Result<usize> {
-        let mut is_last = true;
-        loop {
-            if count_active(group, false, options)? == 0 {
-                break;
-            }
-            is_last = false;
-            self.state().shadow()?;
-        }
-        let mine = if is_last { group.rank() as i64 } else { -1 };
-        Ok(all_reduce_number(group, mine, ReduceOp::Max)?.max(0) as usize)
     }
 }

@@ -13,6 +13,7 @@ use super::options::DdpOptions;
 use super::statistics::BackwardClock;
 use super::unused::UnusedParams;
 use crate::error::{Error, Result};
+use crate::ffi::TorchResult;
 use crate::models::NamedTensor;
 use crate::optim::average_gradients;
 use crate::process_group::{CallContext, ProcessGroup};
@@ -86,10 +87,10 @@ impl ReducerState {
             // The gradients are divided by the number of all ranks.
             if !join.divide_by_initial_world_size {
                 factor = self.group.world_size() as f64 / active as f64;
+                for buffer in &mut self.layout.memory.buffers {
+                    let _ = buffer.gradients.f_mul_scalar_(factor).doing("mul_")?;
+                }
             }
-        }
-        if factor != 1.0 {
-            self.layout.memory.multiply_gradients(factor)?;
         }
         self.unused.multiplied_by = factor;
         (self.averages, self.overlaps) = (averages, averages && self.can_overlap());

@@ -300,14 +300,6 @@ impl FlatMemory {
         }
         Ok(())
     }
-
-    /// Multiplies all gradients by `factor`.
-    pub(crate) fn multiply_gradients(&mut self, factor: f64) -> Result<()> {
-        for buffer in &mut self.buffers {
-            let _ = buffer.gradients.f_mul_scalar_(factor).doing("mul_")?;
-        }
-        Ok(())
-    }
 }
 
 /// Returns zeros for the collectives of `group`, or for none.

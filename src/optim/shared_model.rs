@@ -73,15 +73,10 @@ impl SharedModel {
         let Some(first) = gradients.first() else { return Ok(()) };
         let scratch = self.scratch(first.kind())?;
         let average = if is_averaged { None } else { self.average.get() };
-        self.group.reduce_scatter_in_pieces(
-            gradients,
-            shapes,
-            &scratch,
-            average,
-            &|index, piece, is_in_scratch| {
-                on_piece(index, piece, is_in_scratch.then_some(&*scratch))
-            },
-        )
+        let on_piece = |index, piece, is_in_scratch: bool| {
+            on_piece(index, piece, is_in_scratch.then_some(&*scratch))
+        };
+        self.group.reduce_scatter_in_pieces(gradients, shapes, &scratch, average, &on_piece)
     }
 
     fn scratch(&self, kind: Kind) -> Result<Rc<Tensor>> {

@@ -144,8 +144,7 @@ impl<M> TrainContext<M> {
     /// Adds the losses of a step to the losses of the epoch.
     pub(super) fn add_losses(&mut self, step: &Step) -> Result<()> {
         self.counted += step.count() as u64;
-        let losses = step.losses.iter().enumerate();
-        for (batch, loss) in losses {
+        for (batch, loss) in step.losses.iter().enumerate() {
             self.loss_sum.add(loss, step.count_of(batch))?;
         }
         Ok(())
@@ -195,6 +194,7 @@ impl<M> TrainContext<M> {
         let group = self.group();
         let seconds = started.elapsed().as_secs_f64();
         let samples_per_second = samples as f64 / seconds;
+        let counted = self.counted_here as f64 / seconds;
         Ok(Epoch {
             rank: group.rank(),
             local_rank: group.local_rank(),
@@ -204,24 +204,19 @@ impl<M> TrainContext<M> {
             steps,
             loss,
             samples_per_second,
-            tokens_per_second: self
-                .tokens_per_second(samples_per_second, self.counted_here as f64 / seconds),
+            tokens_per_second: self.tokens_per_second(samples_per_second, counted),
             validation: None,
         })
     }
 
-    /// Returns the tokens per second: what the criterion counts, or the tokens of a rate of samples. `None` unless
-    /// samples are sequences of tokens.
-    pub(super) fn tokens_per_second(
-        &self,
-        samples_per_second: f64,
-        counted_per_second: f64,
-    ) -> Option<f64> {
+    /// Returns the tokens per second: `counted`, the rate of what the criterion counts, or the tokens in `samples`, a rate
+    /// of samples. `None` unless samples are sequences of tokens.
+    pub(super) fn tokens_per_second(&self, samples: f64, counted: f64) -> Option<f64> {
         if self.criterion.has_count() {
-            return Some(counted_per_second);
+            return Some(counted);
         }
         let tokens = self.tokens_per_sample.get().copied().flatten();
-        tokens.map(|tokens| samples_per_second * tokens as f64)
+        tokens.map(|tokens| samples * tokens as f64)
     }
 
     /// Returns the mean loss of the epoch so far, and resets it. A collective.
