@@ -68,7 +68,7 @@ const LOSS: &str = "loss";
 
 impl From<Loss> for Criterion {
     fn from(loss: Loss) -> Self {
-        Self::of(LossFunction::BuiltIn(loss))
+        Self { loss: LossFunction::BuiltIn(loss), metrics: Vec::new(), count: None }
     }
 }
 
@@ -79,11 +79,7 @@ impl Criterion {
         loss: impl Fn(&Tensor, &Tensor) -> L + Send + Sync + 'static,
     ) -> Self {
         let loss = Arc::new(move |output: &Tensor, targets: &Tensor| loss(output, targets).into());
-        Self::of(LossFunction::Own(loss))
-    }
-
-    fn of(loss: LossFunction) -> Self {
-        Self { loss, metrics: Vec::new(), count: None }
+        Self { loss: LossFunction::Own(loss), metrics: Vec::new(), count: None }
     }
 
     /// Adds a metric, which validation shows as `name`: the mean over the samples of a batch, as one number. Validation

@@ -27,6 +27,7 @@ use crate::error::Result;
 use crate::models::Forward;
 use crate::operation::Operation;
 use callbacks::Callbacks;
+use own_step::Share;
 
 pub use crate::telemetry::Epoch;
 pub use amp::Amp;
@@ -171,7 +172,11 @@ impl<M: Forward> Trainer<M> {
         let Self { context, callbacks } = self;
         let is_last = batch + 1 == step.batches.len();
         let _no_sync = (!is_last).then(|| context.ddp.no_sync());
-        context.share = step.share(batch);
+        context.share = Share {
+            batches: step.batches.len(),
+            count: step.count_of(batch),
+            is_empty: step.batches[batch].is_empty(),
+        };
         let own_step = context.own_step.clone();
         let loss = match &own_step {
             Some(own) => own.run(context, &step.batches[batch], batch)?, // with its backward

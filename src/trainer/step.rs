@@ -2,7 +2,6 @@
 
 use tch::Tensor;
 
-use super::own_step::Share;
 use crate::data::Batch;
 
 /// One training step of one rank.
@@ -64,14 +63,5 @@ impl Step {
     /// Returns whether a callback has skipped the step.
     pub fn is_skipped(&self) -> bool {
         self.is_skipped
-    }
-
-    /// Returns the share of the batch `batch` in the step.
-    pub(super) fn share(&self, batch: usize) -> Share {
-        Share {
-            batches: self.batches.len(),
-            count: self.count_of(batch),
-            is_empty: self.batches[batch].is_empty(),
-        }
     }
 }
