@@ -213,8 +213,9 @@ impl<M: Forward> Trainer<M> {
         program: String,
         options: Map<String, Value>,
     ) -> Self {
-        let run = self.context.ddp.group().run().clone();
-        self.with(Order::Record, Record::new(file, every.max(1), program, options, run))
+        let (every, run) = (every.max(1), self.context.ddp.group().run().clone());
+        let now = Default::default();
+        self.with(Order::Record, Record { file, every, program, options, run, now })
     }
 
     /// Writes all tensors of one step of one rank to a safetensors file: `batch`, `before` (the parameters before the
