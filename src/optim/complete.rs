@@ -1,4 +1,4 @@
-//! Gradients and parameters that are complete on every rank, in each layout of the optimizer.
+//! Gradients that are complete on every rank, in each layout of the optimizer.
 
 use std::rc::Rc;
 
@@ -44,16 +44,6 @@ pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
         let shapes = join_shapes(gradients.iter().map(Tensor::size));
         shared.group.all_reduce_list(&gradients, &shapes, op)?;
         alike.iter().for_each(|buffer| buffer.layout.set_gradients(GradState::Averaged));
-    }
-    Ok(())
-}
-
-/// Gathers the parameters after each rank has updated its partitions. A collective if there are partitions.
-pub(super) fn gather_parameters(buffers: &[FlatBuffer]) -> Result<()> {
-    for FlatBuffer { parameters, layout, .. } in buffers {
-        if let Some(partitions) = &layout.now().partitions {
-            partitions.gather_in_place(parameters)?;
-        }
     }
     Ok(())
 }

@@ -7,12 +7,11 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use super::complete::gather_parameters;
 use super::param_layout::{Arrangement, copy_range, zeros_like};
 use super::parts::{Count, Group, Parts};
 use super::runs::{Runs, runs};
-use super::shared_step::{SharedRanges, on_one_rank, shared_model, step_my_slice};
-use super::{FlatBuffer, GradState, ParamSpan};
+use super::shared_step::{SharedRanges, on_one_rank, shared_model};
+use super::{FlatBuffer, GradState, ParamSpan, average_gradients};
 use crate::error::{Error, Result};
 use crate::ffi::{TensorList, TorchResult, bump_versions};
 
@@ -204,14 +203,33 @@ impl OptimizerState {
     pub(super) fn step(&mut self, kernel: impl Fn(&Group, &Parts) -> Result<()>) -> Result<()> {
         match shared_model(&self.buffers) {
             Some(shared) => {
-                let (buffers, groups) = (&self.buffers, &self.groups);
-                step_my_slice(&shared, buffers, groups, &self.shared_ranges, &kernel)?;
+                // Each rank steps a slice, piece by piece. A collective for each dtype.
+                let is_averaged = |it: &FlatBuffer| it.layout.gradients() == GradState::Averaged;
+                let is_averaged = self.buffers.iter().any(is_averaged);
+                if is_averaged {
+                    average_gradients(&self.buffers)?; // some of them may have been averaged alone
+                }
+                let windows = self.groups.iter().map(|group| group.parts.window());
+                let windows = windows.collect::<Result<Vec<_>>>()?;
+                for SharedRanges { gradients, shapes, ranges } in &self.shared_ranges {
+                    shared.for_my_slice(gradients, shapes, is_averaged, |at, piece, mean| {
+                        let (index, range) = ranges[at];
+                        let (group, window) = (&self.groups[index], &windows[index]);
+                        window.show(&group.parts, range, &piece, mean)?;
+                        kernel(group, window)
+                    })?;
+                }
             }
             None => {
                 for group in self.groups.iter().filter(|group| group.parts.len() > 0) {
                     kernel(group, &group.parts)?;
                 }
-                gather_parameters(&self.buffers)?;
+                // With partitions, each rank has updated its own. A collective then.
+                for FlatBuffer { parameters, layout, .. } in &self.buffers {
+                    if let Some(partitions) = &layout.now().partitions {
+                        partitions.gather_in_place(parameters)?;
+                    }
+                }
             }
         }
         for group in &mut self.groups {

@@ -1,22 +1,22 @@
-//! The step of ranks that share a model: each steps a slice of it, and the state is one rank's memory.
+//! What ranks that share a model step together: the ranges of each dtype, and state in one rank's memory.
 
 use std::rc::Rc;
 
 use tch::{Kind, Tensor};
 
-use super::parts::{Group, Parts};
-use super::{FlatBuffer, GradState, SharedModel, average_gradients};
+use super::parts::Group;
+use super::{FlatBuffer, SharedModel};
 use crate::error::Result;
 use crate::process_group::join_shapes;
 
 /// The ranges of one dtype, which the ranks of a shared model step in one collective.
 #[derive(Debug)]
 pub(super) struct SharedRanges {
-    gradients: Vec<Tensor>,
+    pub gradients: Vec<Tensor>,
     /// The lengths of the gradients, as the ranks compare them.
-    shapes: Vec<i64>,
+    pub shapes: Vec<i64>,
     /// For each gradient the index of its group, and of its range in the group's parts.
-    ranges: Vec<(usize, usize)>,
+    pub ranges: Vec<(usize, usize)>,
 }
 
 impl SharedRanges {
@@ -40,32 +40,6 @@ impl SharedRanges {
         };
         by_dtype.into_iter().map(with_tensors).collect()
     }
-}
-
-/// Steps this rank's slice of the parameters of `groups`, piece by piece. A collective for each dtype.
-pub(super) fn step_my_slice(
-    shared: &SharedModel,
-    buffers: &[FlatBuffer],
-    groups: &[Group],
-    shared_ranges: &[SharedRanges],
-    kernel: &dyn Fn(&Group, &Parts) -> Result<()>,
-) -> Result<()> {
-    let is_averaged = |buffer: &FlatBuffer| buffer.layout.gradients() == GradState::Averaged;
-    let is_averaged = buffers.iter().any(is_averaged);
-    if is_averaged {
-        average_gradients(buffers)?; // some of them may have been averaged alone
-    }
-    let windows = groups.iter().map(|group| group.parts.window());
-    let windows = windows.collect::<Result<Vec<_>>>()?;
-    for SharedRanges { gradients, shapes, ranges } in shared_ranges {
-        shared.for_my_slice(gradients, shapes, is_averaged, |at, piece, mean| {
-            let (index, range) = ranges[at];
-            let (group, window) = (&groups[index], &windows[index]);
-            window.show(&group.parts, range, &piece, mean)?;
-            kernel(group, window)
-        })?;
-    }
-    Ok(())
 }
 
 /// Returns this rank's side of the model, if the ranks share one.
