@@ -23,14 +23,6 @@ impl Default for JoinOptions {
     }
 }
 
-impl JoinOptions {
-    /// Returns the factor of the loss on a rank with inputs, where `active` of `world_size` ranks have some. The gradients
-    /// are divided by the number of all ranks.
-    pub(super) fn loss_factor(self, world_size: usize, active: usize) -> f64 {
-        if self.divide_by_initial_world_size { 1.0 } else { world_size as f64 / active as f64 }
-    }
-}
-
 /// Sends whether this rank has inputs to all ranks. Returns how many have.
 pub(super) fn count_active(
     group: &ProcessGroup,

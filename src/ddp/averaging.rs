@@ -1,12 +1,9 @@
 //! How a bucket of gradients is averaged. The model is wrapped with one way, or a communication hook is registered.
 
-use tch::Tensor;
-
 use super::comm_hooks::{CommHook, GradBucket, average};
-use super::layout::Bucket;
 use super::reduce_path::ReducePath;
 use crate::error::Result;
-use crate::optim::{BucketMemory, ParamMemory};
+use crate::optim::{Bucket, ParamMemory};
 use crate::process_group::ProcessGroup;
 
 /// How and where the gradients of a bucket are averaged over the ranks.
@@ -62,60 +59,51 @@ impl Averaging {
         turn: BucketTurn,
     ) -> Result<bool> {
         let Self { path, how } = self;
-        match how {
-            How::InPlace => {
-                let BucketMemory { gradients, shapes, .. } = &bucket.memory;
-                group.all_reduce_list(gradients, shapes, average(group))?;
-                Ok(true)
-            }
-            How::Flat => reduce_flat(path, bucket.concat_gradients(parameters)?, group, turn),
-            How::Hook(hook) => {
-                let mut gradients = bucket.concat_gradients(parameters)?;
-                path.run(group, |group| {
-                    let mut reduced = GradBucket {
-                        index: turn.index,
-                        is_last: turn.is_last,
-                        gradients: &mut gradients,
-                        parameters: &bucket.memory.parameters,
-                    };
-                    hook.reduce(&mut reduced, group)?;
-                    // A hook may have replaced the tensor, as a Python hook would return a new one.
-                    bucket.copy_back(&gradients, parameters)
-                })?;
-                Ok(true)
-            }
+        if let How::InPlace = how {
+            group.all_reduce_list(&bucket.gradients, &bucket.shapes, average(group))?;
+            return Ok(true);
         }
+        let mut gradients = bucket.concat_gradients(parameters)?;
+        let BucketTurn { index, is_last, scatters, overlaps } = turn;
+        if let How::Hook(hook) = how {
+            path.run(group, |group| {
+                let mut reduced = GradBucket {
+                    index,
+                    is_last,
+                    gradients: &mut gradients,
+                    parameters: &bucket.parameters,
+                };
+                hook.reduce(&mut reduced, group)?;
+                // A hook may have replaced the tensor, as a Python hook would return a new one.
+                bucket.copy_back(&gradients, parameters)
+            })?;
+            return Ok(true);
+        }
+        // A single bucket cannot overlap with anything.
+        let is_alone = is_last && index == 0;
+        if let ReducePath::OnThread(works) = path
+            && overlaps
+            && !is_alone
+        {
+            works.push(if scatters {
+                group.reduce_scatter_async(&gradients, average(group))?
+            } else {
+                group.all_reduce_async(&gradients, average(group))?
+            });
+            return Ok(false);
+        }
+        path.run(group, |group| {
+            if scatters {
+                group.reduce_scatter_in_place(&gradients, average(group))
+            } else {
+                group.all_reduce(&mut gradients, average(group))
+            }
+        })?;
+        Ok(true)
     }
 
     /// Returns the communication hook, if there is one.
     pub(super) fn hook(&self) -> Option<&dyn CommHook> {
         if let How::Hook(hook) = &self.how { Some(&**hook) } else { None }
     }
-}
-
-/// Averages `gradients`: all on every rank, or each rank's partition on that rank.
-fn reduce_flat(
-    path: &mut ReducePath,
-    mut gradients: Tensor,
-    group: &ProcessGroup,
-    turn: BucketTurn,
-) -> Result<bool> {
-    // A single bucket cannot overlap with anything.
-    let is_alone = turn.is_last && turn.index == 0;
-    if let Some(works) = path.works().filter(|_| turn.overlaps && !is_alone) {
-        works.push(if turn.scatters {
-            group.reduce_scatter_async(&gradients, average(group))?
-        } else {
-            group.all_reduce_async(&gradients, average(group))?
-        });
-        return Ok(false);
-    }
-    path.run(group, |group| {
-        if turn.scatters {
-            group.reduce_scatter_in_place(&gradients, average(group))
-        } else {
-            group.all_reduce(&mut gradients, average(group))
-        }
-    })?;
-    Ok(true)
 }

@@ -26,8 +26,7 @@ impl Reducer {
         options: BackwardOptions,
         call_site: CallSite,
     ) -> Result<()> {
-        let overlaps = self.overlaps();
-        let factor = self.state().begin(averages, overlaps, call_site)?;
+        let factor = self.state().begin(averages, call_site)?;
         let backward = match factor {
             1.0 => ffi::run_backward(loss, options.retain_graph),
             factor => {
@@ -35,10 +34,16 @@ impl Reducer {
                 ffi::run_backward(&scaled, options.retain_graph)
             }
         };
+        let mut state = self.state();
+        state.is_in_autograd = false; // no hook runs from here on
         // A hook's error takes precedence: it is the cause if backward failed too.
-        self.end_of_autograd()?;
-        backward?;
-        self.state().layout.take_gradients(averages)?;
-        if averages { self.finish() } else { Ok(()) }
+        state.error.take().map_or(backward, Err)?;
+        state.layout.take_gradients(averages)?;
+        if averages {
+            state.reduce_rest()?;
+            state.finish()?;
+            state.clock.end();
+        }
+        Ok(())
     }
 }

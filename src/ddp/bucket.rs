@@ -18,7 +18,7 @@ pub(super) struct Size {
 pub(super) fn assign(sizes: &[Size], caps: &[usize]) -> Vec<Vec<usize>> {
     struct Open {
         dtype: Kind,
-        bucket: usize,
+        bucket: Option<usize>,
         num_bytes: usize,
         /// The number of buckets of its dtype that were closed before.
         closed: usize,
@@ -27,21 +27,19 @@ pub(super) fn assign(sizes: &[Size], caps: &[usize]) -> Vec<Vec<usize>> {
     let mut open: Vec<Open> = Vec::new();
     for (index, size) in sizes.iter().enumerate() {
         let at = open.iter().position(|o| o.dtype == size.dtype).unwrap_or_else(|| {
-            let (dtype, bucket) = (size.dtype, usize::MAX);
-            open.push(Open { dtype, bucket, num_bytes: 0, closed: 0 });
+            open.push(Open { dtype: size.dtype, bucket: None, num_bytes: 0, closed: 0 });
             open.len() - 1
         });
         let current = &mut open[at];
-        if current.bucket == usize::MAX {
-            current.bucket = buckets.len();
+        let bucket = *current.bucket.get_or_insert_with(|| {
             buckets.push(Vec::new());
-        }
-        buckets[current.bucket].push(index);
+            buckets.len() - 1
+        });
+        buckets[bucket].push(index);
         current.num_bytes += size.num_bytes;
         let cap = caps.get(current.closed).or(caps.last());
         if cap.is_some_and(|&cap| current.num_bytes >= cap) {
-            let closed = current.closed + 1;
-            *current = Open { dtype: size.dtype, bucket: usize::MAX, num_bytes: 0, closed };
+            *current = Open { bucket: None, num_bytes: 0, closed: current.closed + 1, ..*current };
         }
     }
     buckets

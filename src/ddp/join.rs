@@ -1,11 +1,10 @@
 //! Training on uneven inputs: ranks that have run out take part in the other ranks' collectives.
 
 use super::active_ranks::{JoinOptions, all_reduce_number, count_active};
-use super::options::DdpOptions;
-use super::reducer::Reducer;
 use super::wrapper::DistributedDataParallel;
-use crate::error::{Error, Result};
-use crate::process_group::{ProcessGroup, ReduceOp};
+use crate::error::Error;
+use crate::optim::OptimizerLayout;
+use crate::process_group::ReduceOp;
 
 impl<M> DistributedDataParallel<M> {
     /// Runs `train`, in which ranks may call [`backward`](Self::backward) different numbers of times. A rank that is
@@ -55,42 +54,30 @@ impl<M> DistributedDataParallel<M> {
         options: JoinOptions,
         train: impl FnOnce(&mut Self) -> anyhow::Result<T>,
     ) -> anyhow::Result<T> {
-        refuse_joint_step(&self.reducer.options)?;
+        let optimizer_layout = self.reducer.state().options.optimizer_layout;
+        if optimizer_layout != OptimizerLayout::Replicated {
+            // A rank that has run out of inputs makes no steps, and each step is a collective.
+            return Err(Error::unsupported(format!(
+                "join cannot be used with OptimizerLayout::{optimizer_layout:?}: a rank without inputs makes no optimizer \
+                 steps, so its part of the parameters would not be updated; use Replicated, or give every rank the same \
+                 number of batches"
+            ))
+            .into());
+        }
         self.reducer.state().joining = Some(options);
         let result = train(self);
         self.reducer.state().joining = None;
         let result = result?;
-        let last = self.reducer.shadow_until_all_joined(&self.group, options)?;
+        // Takes part in the others' steps with zeros until no rank has inputs.
+        let mut is_last = true;
+        while count_active(&self.group, false, options)? > 0 {
+            is_last = false;
+            self.reducer.state().shadow()?;
+        }
+        // One of the last ranks, the same on all ranks.
+        let mine = if is_last { self.group.rank() as i64 } else { -1 };
+        let last = all_reduce_number(&self.group, mine, ReduceOp::Max)?.max(0) as usize;
         self.sync_module_states(last)?;
         Ok(result)
     }
-}
-
-impl Reducer {
-    /// Takes part in the others' steps with zeros until no rank has inputs. Returns one of the last ranks, the same on
-    /// all ranks.
-    fn shadow_until_all_joined(&self, group: &ProcessGroup, options: JoinOptions) -> Result<usize> {
-        let mut is_last = true;
-        loop {
-            if count_active(group, false, options)? == 0 {
-                break;
-            }
-            is_last = false;
-            self.state().shadow(&self.options)?;
-        }
-        let mine = if is_last { group.rank() as i64 } else { -1 };
-        Ok(all_reduce_number(group, mine, ReduceOp::Max)?.max(0) as usize)
-    }
-}
-
-/// Refuses `join` if the optimizer's step is a collective: a rank that has run out of inputs makes no steps.
-fn refuse_joint_step(options: &DdpOptions) -> Result<()> {
-    if !options.optimizer_layout.steps_together() {
-        return Ok(());
-    }
-    Err(Error::unsupported(format!(
-        "join cannot be used with OptimizerLayout::{:?}: a rank without inputs makes no optimizer steps, so its part of the \
-         parameters would not be updated; use Replicated, or give every rank the same number of batches",
-        options.optimizer_layout
-    )))
 }

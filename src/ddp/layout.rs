@@ -9,41 +9,31 @@ use super::options::DdpOptions;
 use crate::error::Result;
 use crate::ffi::TorchResult;
 use crate::models::NamedTensor;
-use crate::optim::{BucketMemory, FlatMemory, GradState, ParamMemory};
+use crate::optim::{Bucket, FlatMemory, GradState, ParamMemory};
 use crate::process_group::ProcessGroup;
 use crate::records::Parameter;
-
-/// Parameters whose gradients are reduced together.
-#[derive(Debug)]
-pub(super) struct Bucket {
-    pub memory: BucketMemory,
-    /// A copy of all gradients in sequence, for a communication hook. `None` until a hook needs it.
-    concatenated: Option<Tensor>,
-    /// The number of parameters that still lack their gradient in this step.
-    pub pending: usize,
-}
 
 impl Bucket {
     /// Returns the gradients in one tensor: their own memory if they are in one range, otherwise a copy.
     pub(super) fn concat_gradients(&mut self, parameters: &[ParamMemory]) -> Result<Tensor> {
-        let BucketMemory { gradients, dtype, numel, parameters: spans, .. } = &self.memory;
+        let Self { gradients, dtype, numel, parameters: spans, concatenated, .. } = self;
         if let [one] = &gradients[..] {
             return Ok(one.shallow_clone());
         }
         let doing = "joining the gradients of a bucket";
-        let concatenated = match self.concatenated.take() {
+        let joined = match concatenated.take() {
             Some(known) => known,
             None => {
                 let options = (*dtype, parameters[spans[0].index].tensor.device());
                 Tensor::f_zeros([*numel as i64], options).doing(doing)?
             }
         };
-        for span in spans {
+        for span in spans.iter() {
             let gradient = parameters[span.index].gradient()?;
-            tch::no_grad(|| span.of(&concatenated)?.f_copy_(&gradient).doing(doing))?;
+            tch::no_grad(|| span.of(&joined)?.f_copy_(&gradient).doing(doing))?;
         }
-        self.concatenated = Some(concatenated.shallow_clone());
-        Ok(concatenated)
+        *concatenated = Some(joined.shallow_clone());
+        Ok(joined)
     }
 
     /// Copies the gradients back from `concatenated`, unless that is their memory.
@@ -52,14 +42,14 @@ impl Bucket {
         concatenated: &Tensor,
         parameters: &[ParamMemory],
     ) -> Result<()> {
-        if let [one] = &self.memory.gradients[..] {
+        if let [one] = &self.gradients[..] {
             if concatenated.data_ptr() == one.data_ptr() {
                 return Ok(());
             }
             let copied = tch::no_grad(|| one.shallow_clone().f_copy_(concatenated));
             return copied.doing("copying the result of a communication hook");
         }
-        for span in &self.memory.parameters {
+        for span in &self.parameters {
             parameters[span.index].restore_gradient(&span.of(concatenated)?)?;
         }
         Ok(())
@@ -124,27 +114,21 @@ impl Layout {
         if self.order == order {
             return Ok(());
         }
-        let assigned = self.assigned(order, options);
-        for (bucket, indices) in assigned.iter().enumerate() {
-            indices.iter().for_each(|&index| self.states[index].bucket = bucket);
-        }
-        let bucket = |memory| Bucket { memory, concatenated: None, pending: 0 };
-        self.buckets.clear(); // frees their copies before memory is allocated
-        let memories = self.memory.arrange(&assigned, self.order.is_empty())?;
-        self.buckets = memories.into_iter().map(bucket).collect();
-        self.order = order.to_vec();
-        Ok(())
-    }
-
-    /// Assigns the parameters to buckets in `order`. Returns the indices of the parameters of each bucket.
-    fn assigned(&self, order: &[usize], options: &DdpOptions) -> Vec<Vec<usize>> {
         let size = |&index: &usize| {
             let parameter = &self.memory.parameters[index];
             Size { dtype: parameter.tensor.kind(), num_bytes: parameter.num_bytes() }
         };
         let sizes: Vec<Size> = order.iter().map(size).collect();
-        let buckets = bucket::assign(&sizes, &options.bucket_caps()).into_iter();
-        buckets.map(|bucket| bucket.into_iter().map(|at| order[at]).collect()).collect()
+        let assigned = bucket::assign(&sizes, &options.bucket_caps()).into_iter();
+        let assigned: Vec<Vec<usize>> =
+            assigned.map(|bucket| bucket.into_iter().map(|at| order[at]).collect()).collect();
+        for (bucket, indices) in assigned.iter().enumerate() {
+            indices.iter().for_each(|&index| self.states[index].bucket = bucket);
+        }
+        self.buckets.clear(); // frees their copies before memory is allocated
+        self.buckets = self.memory.arrange(&assigned, self.order.is_empty())?;
+        self.order = order.to_vec();
+        Ok(())
     }
 
     /// Returns the name, shape, size in bytes and bucket of each parameter.
@@ -188,7 +172,7 @@ impl Layout {
         if self.observers.is_empty() {
             return Ok(());
         }
-        for span in &self.buckets[bucket].memory.parameters {
+        for span in &self.buckets[bucket].parameters {
             let mut gradient = self.memory.parameters[span.index].gradient()?;
             for (_, observe) in &mut self.observers {
                 observe(span.index, &mut gradient)?;

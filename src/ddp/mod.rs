@@ -5,7 +5,7 @@
 //! | file | contents |
 //! |---|---|
 //! | `options`, `parameters` | the options; the check that all ranks have the same model |
-//! | `bucket`, `layout`, `bucket_order` | which bucket a parameter is in; the order after the first step. `optim/flat_memory.rs` has their memory |
+//! | `bucket`, `layout` | which bucket a parameter is in. `optim/flat_memory.rs` has their memory |
 //! | `comm_hooks` | averages a bucket as the user says, or compressed |
 //! | `unused`, `active_ranks` | which parameters a step does not use, and which ranks have run out of inputs |
 //! | `reduce_path`, `averaging` | on which stream or thread a bucket is averaged, and how |
@@ -19,7 +19,6 @@ mod active_ranks;
 mod averaging;
 mod backward;
 mod bucket;
-mod bucket_order;
 mod comm_hooks;
 mod join;
 mod layout;

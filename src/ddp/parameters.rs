@@ -26,18 +26,7 @@ pub(super) fn same_on_all_ranks(
     if trained(&tensors).next().is_none() {
         return Err(Error::usage("the model has no parameters to train".into()));
     }
-    compare(&tensors, options, group)?;
-    Ok(tensors)
-}
-
-/// Returns the parameters that all ranks train together.
-pub(super) fn trained(tensors: &[NamedTensor]) -> impl Iterator<Item = &NamedTensor> {
-    tensors.iter().filter(|tensor| tensor.trainable && !tensor.is_ignored)
-}
-
-/// Checks that this rank has the same tensors as rank 0. A collective. Follows `_verify_param_shape_across_processes`,
-/// and compares names as well.
-fn compare(tensors: &[NamedTensor], options: &DdpOptions, group: &ProcessGroup) -> Result<()> {
+    // Follows `_verify_param_shape_across_processes`, and compares names as well.
     // The options are compared too, because they determine the collectives.
     let options = format!("{options:?}");
     let compared = tensors.iter().filter(|tensor| !tensor.is_ignored);
@@ -46,7 +35,7 @@ fn compare(tensors: &[NamedTensor], options: &DdpOptions, group: &ProcessGroup) 
     let mut theirs = mine.clone();
     group.broadcast_object_list(&mut theirs, 0)?;
     let count = theirs.len().max(mine.len());
-    let Some(at) = (0..count).find(|&i| mine.get(i) != theirs.get(i)) else { return Ok(()) };
+    let Some(at) = (0..count).find(|&i| mine.get(i) != theirs.get(i)) else { return Ok(tensors) };
     if at == 0 {
         return Err(Error::ModelMismatch(format!(
             "rank 0 has {}, rank {} has {options}",
@@ -66,6 +55,11 @@ fn compare(tensors: &[NamedTensor], options: &DdpOptions, group: &ProcessGroup) 
         group.rank(),
         side(mine.get(at)),
     )))
+}
+
+/// Returns the parameters that all ranks train together.
+pub(super) fn trained(tensors: &[NamedTensor]) -> impl Iterator<Item = &NamedTensor> {
+    tensors.iter().filter(|tensor| tensor.trainable && !tensor.is_ignored)
 }
 
 /// Describes the tensor, as in "parameter `weight`, float32 [1, 20]".

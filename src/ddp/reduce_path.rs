@@ -13,40 +13,36 @@ use crate::process_group::{ProcessGroup, Work};
 pub(super) enum ReducePath {
     /// On a GPU, with a backend that runs on streams (`nccl`): a separate stream, ordered with the rank's own by events
     /// in both directions.
-    OnGpu(OnGpu),
-    /// Over a network on CPUs: the operations on the group's communication thread.
+    OnGpu {
+        gpu: usize,
+        stream: CudaStream,
+        /// Recorded when the gradients are complete.
+        computed: CudaEvent,
+        /// Recorded when they are reduced.
+        reduced: CudaEvent,
+        /// Whether a launched reduction has not been waited for.
+        pending: bool,
+    },
+    /// Over a network on CPUs: the operations on the group's communication thread, until [`wait`](Self::wait).
     OnThread(Vec<Work>),
     /// By the rank itself.
     ByRank,
 }
 
-#[derive(Debug)]
-pub(super) struct OnGpu {
-    gpu: usize,
-    stream: CudaStream,
-    /// Recorded when the gradients are complete.
-    computed: CudaEvent,
-    /// Recorded when they are reduced.
-    reduced: CudaEvent,
-    /// Whether a launched reduction has not been waited for.
-    pending: bool,
-}
-
 impl ReducePath {
     pub(super) fn new(group: &ProcessGroup) -> Result<Self> {
-        let path = match group.device() {
+        Ok(match group.device() {
             // Ranks that share a GPU communicate through one stream, which orders their work.
-            Device::Cuda(gpu) if group.is_stream_ordered() => Self::OnGpu(OnGpu {
+            Device::Cuda(gpu) if group.is_stream_ordered() => Self::OnGpu {
                 gpu,
                 stream: CudaStream::from_pool(gpu, true)?,
                 computed: CudaEvent::new()?,
                 reduced: CudaEvent::new()?,
                 pending: false,
-            }),
+            },
             _ if group.uses_network() => Self::OnThread(Vec::new()),
             _ => Self::ByRank,
-        };
-        Ok(path)
+        })
     }
 
     /// Returns whether to reduce during backward by default.
@@ -59,19 +55,13 @@ impl ReducePath {
         !matches!(self, Self::ByRank)
     }
 
-    /// Returns the list for asynchronous operations, to be kept until [`wait`](Self::wait). `None` if the rank itself is to
-    /// reduce.
-    pub(super) fn works(&mut self) -> Option<&mut Vec<Work>> {
-        if let Self::OnThread(works) = self { Some(works) } else { None }
-    }
-
     /// Runs `reduce` after all work that this rank has launched so far.
     pub(super) fn run(
         &mut self,
         group: &ProcessGroup,
         reduce: impl FnOnce(&ProcessGroup) -> Result<()>,
     ) -> Result<()> {
-        let Self::OnGpu(OnGpu { gpu, stream, computed, reduced, pending }) = self else {
+        let Self::OnGpu { gpu, stream, computed, reduced, pending } = self else {
             return reduce(group);
         };
         computed.record(*gpu)?;
@@ -90,7 +80,7 @@ impl ReducePath {
     /// Returns how long the rank itself has waited.
     pub(super) fn wait(&mut self, group: &ProcessGroup) -> Result<Duration> {
         match self {
-            Self::OnGpu(OnGpu { gpu, reduced, pending, .. }) => {
+            Self::OnGpu { gpu, reduced, pending, .. } => {
                 if std::mem::take(pending) {
                     group.record_gpu_wait(|| reduced.block(*gpu))?;
                 }

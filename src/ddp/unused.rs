@@ -16,7 +16,7 @@ pub(super) struct UnusedParams {
     /// With `static_graph`: whether the ranks have agreed on the parameters that are unused everywhere in all steps.
     have_agreed: bool,
     /// Parameters without a gradient on any rank since `zero_grad`, as of the last step.
-    undefined: Vec<usize>,
+    pub undefined: Vec<usize>,
     /// Earlier gradients of the parameters that this rank does not use in this step, by index.
     kept: Vec<(usize, Tensor)>,
     /// The factor by which this step has multiplied the earlier gradients: see [`JoinOptions`](super::JoinOptions).
@@ -44,7 +44,15 @@ impl UnusedParams {
         if options.static_graph && self.always.is_none() {
             self.always = Some(unused(layout).collect());
         } else if !must_agree {
-            self.refuse(layout, group)?;
+            let is_allowed =
+                |index: &usize| self.always.iter().flatten().any(|known| known == index);
+            let missing = unused(layout).filter(|index| !is_allowed(index));
+            let name = |index: usize| layout.memory.parameters[index].name.as_str();
+            let names: Vec<&str> = missing.map(name).collect();
+            if !names.is_empty() {
+                let rank = group.ranks()[group.rank()];
+                return Err(Error::UnusedParameters { rank, names: names.join(", ") });
+            }
         }
         if must_agree {
             let kept = unused(layout).filter(|&index| layout.states[index].has_gradient);
@@ -91,27 +99,6 @@ impl UnusedParams {
             layout.states[index].has_gradient = false;
         }
         Ok(())
-    }
-
-    /// Removes the gradients of the parameters that no rank has used since `zero_grad`.
-    pub(super) fn clear_gradients(&self, layout: &Layout) -> Result<()> {
-        for &index in &self.undefined {
-            layout.memory.parameters[index].clear_grad()?;
-        }
-        Ok(())
-    }
-
-    /// Returns an error unless every parameter had a gradient on this rank.
-    fn refuse(&self, layout: &Layout, group: &ProcessGroup) -> Result<()> {
-        let is_allowed = |index: &usize| self.always.iter().flatten().any(|known| known == index);
-        let missing = unused(layout).filter(|index| !is_allowed(index));
-        let name = |index: usize| layout.memory.parameters[index].name.as_str();
-        let names: Vec<&str> = missing.map(name).collect();
-        if names.is_empty() {
-            return Ok(());
-        }
-        let rank = group.ranks()[group.rank()];
-        Err(Error::UnusedParameters { rank, names: names.join(", ") })
     }
 }
 

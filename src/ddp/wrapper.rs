@@ -10,13 +10,15 @@ use tch::Tensor;
 use tch::nn::VarStore;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::averaging::Averaging;
 use super::backward::BackwardOptions;
-use super::comm_hooks::CommHook;
+use super::comm_hooks::{CommHook, average};
 use super::layout::Observe;
 use super::no_sync::NoSync;
 use super::options::DdpOptions;
 use super::parameters;
 use super::reducer::Reducer;
+use super::reducer_state::ReducerState;
 use super::statistics::DdpStatistics;
 use crate::error::{Error, Result, opaque_debug};
 use crate::ffi::remove_grad;
@@ -128,7 +130,7 @@ impl<M> DistributedDataParallel<M> {
         let reducer = Reducer::new(&trained, group.clone(), options)?;
         let (no_sync, kept_outputs) = (Rc::new(Cell::new(0)), RefCell::new(None));
         let ddp = Self { module, group, tensors, no_sync, kept_outputs, reducer };
-        if ddp.reducer.options.init_sync {
+        if ddp.reducer.state().options.init_sync {
             ddp.sync_module_states(0)?;
         }
         ddp.reducer.state().layout.memory.share()?;
@@ -214,7 +216,17 @@ impl<M> DistributedDataParallel<M> {
     /// # Errors
     /// [`Error::Input`] when a hook is registered already.
     pub fn register_comm_hook(&mut self, hook: Box<dyn CommHook>) -> Result<()> {
-        self.reducer.set_comm_hook(hook)
+        let mut state = self.reducer.state();
+        if let Some(known) = state.averaging.hook() {
+            return Err(Error::usage(format!(
+                "the communication hook `{}` cannot be registered: `{}` is already registered, and a model has one; \
+                 wrap the model again to use another",
+                hook.name(),
+                known.name()
+            )));
+        }
+        state.averaging = Averaging::with_hook(&state.group, hook)?;
+        Ok(())
     }
 
     /// Returns statistics over every [`backward`](Self::backward) so far that averaged.
@@ -253,12 +265,31 @@ impl<M> DistributedDataParallel<M> {
         self.reducer.state().layout.memory.is_partitioned()
     }
 
-    /// Makes the collectives of a step once, if they are launched on a GPU. All gradients must be zero. A collective.
+    /// Makes the collectives of a step once, if they are launched on a GPU. All gradients must be zero; they stay so. A
+    /// collective.
+    ///
+    /// NCCL connects and allocates memory at the first call of each algorithm, which follows from the operation and the
+    /// size.
     ///
     /// # Errors
     /// The errors of [`ProcessGroup::all_reduce`].
     pub(crate) fn warm_up(&self) -> Result<()> {
-        self.reducer.warm_up()
+        let ReducerState { layout, group, averaging, .. } = &mut *self.reducer.state();
+        if !group.is_stream_ordered() {
+            return Ok(());
+        }
+        let is_partitioned = layout.memory.is_partitioned();
+        for gradients in layout.buckets.iter_mut().flat_map(|bucket| &mut bucket.gradients) {
+            averaging.path.run(group, |group| {
+                group.all_reduce(gradients, average(group))?;
+                if is_partitioned {
+                    group.reduce_scatter_in_place(gradients, average(group))?;
+                    group.all_gather_in_place(gradients)?;
+                }
+                Ok(())
+            })?;
+        }
+        averaging.path.wait(group).map(drop)
     }
 
     /// Returns parameters and gradients as flat buffers for an optimizer: one per dtype, and one for each large parameter
@@ -305,9 +336,9 @@ impl<M> DistributedDataParallel<M> {
         let averages = self.no_sync.get() == 0;
         let backward = self.reducer.backward(loss, averages, options, Location::caller());
         backward.inspect_err(|_| self.reducer.give_up())?;
-        let broadcasts = averages
-            && self.reducer.options.broadcast_buffers
-            && self.reducer.state().joining.is_none();
+        let state = self.reducer.state();
+        let broadcasts = averages && state.options.broadcast_buffers && state.joining.is_none();
+        drop(state);
         if broadcasts { self.sync_buffers() } else { Ok(()) }
     }
 
@@ -359,7 +390,9 @@ impl<M> DistributedDataParallel<M> {
     /// Returns the names of all parameters, and of buffers if wanted, with a 64-bit hash of the values of each, which
     /// must be defined.
     pub(crate) fn tensor_hashes(&self, buffers: bool) -> Result<Vec<(String, u64)>> {
-        models::hash_each(&self.tensors, buffers)
+        let wanted = |it: &&NamedTensor| !it.is_ignored && (buffers || !it.is_buffer);
+        let wanted = self.tensors.iter().filter(wanted);
+        wanted.map(|it| Ok((it.name.clone(), models::tensor_hash(&it.tensor)?))).collect()
     }
 
     /// Calls `observe` before each averaging, until [`stop_observing`](Self::stop_observing) gets the same `name`. The

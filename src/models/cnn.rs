@@ -3,10 +3,10 @@
 use std::rc::Rc;
 
 use send_wrapper::SendWrapper;
-use tch::nn::{Linear, Module, ModuleT, Path};
+use tch::nn::{ModuleT, Path};
 use tch::{TchError, Tensor};
 
-use super::layers::{Conv3x3, linear};
+use super::layers::Parameters;
 use super::{Activation, Architecture, BatchNorm, Layers, Model, ModelConfig, or_throw};
 use crate::process_group::ProcessGroup;
 
@@ -32,17 +32,12 @@ pub(super) const CNN: Architecture = Architecture {
 #[derive(Debug)]
 struct Cnn {
     side: i64,
-    stages: Vec<Stage>,
+    /// The convolution of each stage, with a kernel of 3 x 3 and padding that keeps the size, and its batch norm.
+    stages: Vec<(Parameters, BatchNorm)>,
     activation: Activation,
-    head: Linear,
+    head: Parameters,
     /// The ranks over whose samples the batch norms normalize; `None` for those of this rank.
     group: Option<SendWrapper<Rc<ProcessGroup>>>,
-}
-
-#[derive(Debug)]
-struct Stage {
-    conv: Conv3x3,
-    norm: BatchNorm,
 }
 
 impl Cnn {
@@ -53,14 +48,15 @@ impl Cnn {
         let mut channels_in = 1;
         let mut stages = Vec::with_capacity(channels.len());
         for (i, &channels) in channels.iter().enumerate() {
-            stages.push(Stage {
-                conv: Conv3x3::new(&(root / (1 + 4 * i)), channels_in, channels)?,
-                norm: BatchNorm::make(&(root / (2 + 4 * i)), channels, BatchNorm::DEFAULT)?,
-            });
+            stages.push((
+                Parameters::drawn(&(root / (1 + 4 * i)), &[channels, channels_in, 3, 3])?,
+                BatchNorm::make(&(root / (2 + 4 * i)), channels, BatchNorm::DEFAULT)?,
+            ));
             channels_in = channels;
         }
         let pixels = (side >> channels.len()).pow(2);
-        let head = linear(&(root / (2 + 4 * channels.len())), channels_in * pixels, out_features)?;
+        let head = root / (2 + 4 * channels.len());
+        let head = Parameters::drawn(&head, &[out_features, channels_in * pixels])?;
         Ok(Self { side, stages, activation, head, group: None })
     }
 }
@@ -72,43 +68,39 @@ impl Layers for Cnn {
 }
 
 fn check(in_features: i64, channels: &[i64]) -> Result<(), (&'static str, String)> {
-    let side = in_features.max(0).isqrt();
+    let (side, stages) = (in_features.max(0).isqrt(), channels.len());
     if side < 2 || side * side != in_features {
         let problem = format!(
             "{in_features} is not a square number of 4 or more, and a cnn takes square images; use for example 784 (28 x 28)"
         );
         return Err(("in_features", problem));
     }
-    let stages = channels.len();
-    if stages == 0 {
-        let problem = "a cnn needs at least one stage; use for example 16,32".into();
-        return Err(("channels", problem));
-    }
-    if let Some(channels) = channels.iter().find(|&&channels| channels < 1) {
-        return Err(("channels", format!("{channels} is too small; use 1 or more")));
-    }
-    // Each stage halves the side.
-    if stages as u32 > side.ilog2() {
-        let problem = format!(
-            "{stages} stages leave nothing of images of {side} x {side} pixels; use {} or fewer, or larger \
-             images",
-            side.ilog2()
-        );
-        return Err(("channels", problem));
-    }
-    Ok(())
+    let most = side.ilog2(); // each stage halves the side
+    let problem = if stages == 0 {
+        "a cnn needs at least one stage; use for example 16,32".into()
+    } else if let Some(channels) = channels.iter().find(|&&channels| channels < 1) {
+        format!("{channels} is too small; use 1 or more")
+    } else if stages as u32 > most {
+        format!(
+            "{stages} stages leave nothing of images of {side} x {side} pixels; use {most} or fewer, or larger images"
+        )
+    } else {
+        return Ok(());
+    };
+    Err(("channels", problem))
 }
 
 impl ModuleT for Cnn {
     fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         let mut current = inputs.view([-1, 1, self.side, self.side]);
-        for Stage { conv, norm } in &self.stages {
+        for (conv, norm) in &self.stages {
+            let convolved = current.conv2d(&conv.weight, conv.bias.as_ref(), 1, 1, 1, 1);
             let normal = or_throw(match &self.group {
-                None => norm.f_forward_t(&conv.forward(&current), train),
-                Some(group) => norm.f_forward_over(group, &conv.forward(&current), train),
+                None => norm.f_forward_t(&convolved, train),
+                Some(group) => norm.f_forward_over(group, &convolved, train),
             });
             current = self.activation.forward(&normal).max_pool2d(2, 2, 0, 1, false);
         }
-        self.head.forward(&current.flatten(1, -1))
+        current.flatten(1, -1).linear(&self.head.weight, self.head.bias.as_ref())
     }
 }

@@ -74,20 +74,17 @@ impl<'a, M: Forward> Generate<'a, M> {
         device: Device,
     ) -> Result<Self> {
         let GenerateOptions { block_size, temperature, top_k, seed } = options;
-        let wrong = |problem: String| Err(Error::usage(problem));
-        if prompt.is_empty() {
-            return wrong(
-                "the prompt is empty; use at least one token, for example a line break".into(),
-            );
-        }
-        if block_size < 1 {
-            return wrong(format!("a context of {block_size} tokens is too small; use 1 or more"));
-        }
-        if !(temperature >= 0.0 && temperature.is_finite()) {
-            return wrong(format!("the temperature {temperature} is not possible; use 0 or more"));
-        }
-        if top_k.is_some_and(|k| k < 1) {
-            return wrong("top_k is too small; use 1 or more".into());
+        let problem = if prompt.is_empty() {
+            Some("the prompt is empty; use at least one token, for example a line break".into())
+        } else if block_size < 1 {
+            Some(format!("a context of {block_size} tokens is too small; use 1 or more"))
+        } else if !(temperature >= 0.0 && temperature.is_finite()) {
+            Some(format!("the temperature {temperature} is not possible; use 0 or more"))
+        } else {
+            top_k.filter(|&k| k < 1).map(|_| "top_k is too small; use 1 or more".into())
+        };
+        if let Some(problem) = problem {
+            return Err(Error::usage(problem));
         }
         let generator = Generator::new(device, seed, 0)?;
         generator.manual_seed(seed)?;

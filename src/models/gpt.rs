@@ -3,7 +3,7 @@
 use tch::nn::{Init, ModuleT, Path};
 use tch::{Kind, TchError, Tensor};
 
-use super::layers::default_bounds;
+use super::layers::{Parameters, default_bounds};
 use super::{Architecture, Dropout, Layers, Model, ModelConfig, or_throw};
 use crate::ffi::TorchResult;
 
@@ -45,26 +45,13 @@ struct Gpt {
 /// Attention and an mlp, each with a norm before and a sum with its input after.
 #[derive(Debug)]
 struct Block {
+    heads: i64,
     ln_1: Parameters,
-    attn: Attention,
+    c_attn: Parameters,
+    attn_proj: Parameters,
     ln_2: Parameters,
     c_fc: Parameters,
-    c_proj: Parameters,
-}
-
-/// Causal self-attention: a position sees itself and those before it.
-#[derive(Debug)]
-struct Attention {
-    heads: i64,
-    c_attn: Parameters,
-    c_proj: Parameters,
-}
-
-/// The weight and, if wanted, the bias of `torch.nn.Linear` or of `torch.nn.LayerNorm`.
-#[derive(Debug)]
-struct Parameters {
-    weight: Tensor,
-    bias: Option<Tensor>,
+    mlp_proj: Parameters,
 }
 
 impl Gpt {
@@ -113,7 +100,7 @@ impl Gpt {
             normal(&self.wte, STD)?; // again, as the last layer's weight
             // Each block adds two terms to its input. Smaller weights keep the sum of all terms in scale.
             let std = STD / (2.0 * config.n_layer as f64).sqrt();
-            let terms = self.blocks.iter().flat_map(|block| [&block.attn.c_proj, &block.c_proj]);
+            let terms = self.blocks.iter().flat_map(|block| [&block.attn_proj, &block.mlp_proj]);
             for term in terms {
                 normal(&term.weight, std)?;
             }
@@ -125,7 +112,7 @@ impl Gpt {
     fn linears(&self) -> impl Iterator<Item = &Parameters> {
         self.blocks
             .iter()
-            .flat_map(|block| [&block.attn.c_attn, &block.attn.c_proj, &block.c_fc, &block.c_proj])
+            .flat_map(|block| [&block.c_attn, &block.attn_proj, &block.c_fc, &block.mlp_proj])
     }
 
     /// Returns the logits of the next token at each position, of shape batch x positions x vocabulary. `tokens` has
@@ -151,28 +138,25 @@ impl Block {
             |path: &Path, inputs, outputs| Parameters::new(path, &[outputs, inputs], 0.0, bias);
         let (attn, mlp) = (path / "attn", path / "mlp");
         Ok(Self {
+            heads: config.n_head,
             ln_1: Parameters::of_norm(&(path / "ln_1"), width, bias)?,
-            attn: Attention {
-                heads: config.n_head,
-                c_attn: linear(&(&attn / "c_attn"), width, 3 * width)?,
-                c_proj: linear(&(&attn / "c_proj"), width, width)?,
-            },
+            c_attn: linear(&(&attn / "c_attn"), width, 3 * width)?,
+            attn_proj: linear(&(&attn / "c_proj"), width, width)?,
             ln_2: Parameters::of_norm(&(path / "ln_2"), width, bias)?,
             c_fc: linear(&(&mlp / "c_fc"), width, 4 * width)?,
-            c_proj: linear(&(&mlp / "c_proj"), 4 * width, width)?,
+            mlp_proj: linear(&(&mlp / "c_proj"), 4 * width, width)?,
         })
     }
 
     /// `x` has the shape batch x positions x width, and so has the result.
     fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor, TchError> {
-        let x = x.f_add(&self.attn.forward(&self.ln_1.norm(x)?, dropout)?)?;
+        let x = x.f_add(&self.attend(&self.ln_1.norm(x)?, dropout)?)?;
         let hidden = self.c_fc.linear(&self.ln_2.norm(&x)?)?.f_gelu("none")?;
-        x.f_add(&dropped(self.c_proj.linear(&hidden)?, dropout))
+        x.f_add(&dropped(self.mlp_proj.linear(&hidden)?, dropout))
     }
-}
 
-impl Attention {
-    fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor, TchError> {
+    /// Returns causal self-attention: a position sees itself and those before it.
+    fn attend(&self, x: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor, TchError> {
         let [batch, positions, width] = x.size()[..] else {
             unreachable!("x has three dimensions")
         };
@@ -182,32 +166,19 @@ impl Attention {
         let [q, k, v] = &heads.collect::<Result<Vec<_>, _>>()?[..] else {
             unreachable!("c_attn has three times the width")
         };
+        let mask = None::<&Tensor>;
         let seen = match dropout {
-            None => Tensor::f_scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                None::<&Tensor>,
-                0.0,
-                true,
-                None,
-                false,
-            )?,
-            Some(dropout) => attend_with_dropout(q, k, v, dropout)?,
+            None => Tensor::f_scaled_dot_product_attention(q, k, v, mask, 0.0, true, None, false)?,
+            Some(dropout) => attend_with_dropout([q, k, v], dropout)?,
         };
         let seen = seen.f_transpose(1, 2)?.f_reshape([batch, positions, width])?;
-        Ok(dropped(self.c_proj.linear(&seen)?, dropout))
+        Ok(dropped(self.attn_proj.linear(&seen)?, dropout))
     }
 }
 
 /// Returns causal attention with dropout from the rank's generator. libtorch's own would draw from a generator that
 /// ranks share.
-fn attend_with_dropout(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    dropout: &Dropout,
-) -> Result<Tensor, TchError> {
+fn attend_with_dropout([q, k, v]: [&Tensor; 3], dropout: &Dropout) -> Result<Tensor, TchError> {
     let (positions, width) = (q.size()[2], q.size()[3]);
     let scaled = q.f_mul_scalar(1.0 / (width as f64).sqrt())?; // before the product, which float16 could not hold
     let scores = scaled.f_matmul(&k.f_transpose(-2, -1)?)?;

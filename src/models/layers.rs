@@ -4,45 +4,29 @@ use std::sync::Arc;
 
 use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, VariantNames};
-use tch::nn::{Init, Linear, ModuleT, Path};
+use tch::nn::{Init, ModuleT, Path};
 use tch::{TchError, Tensor};
 
 use super::or_throw;
 use crate::ffi::Generator;
 
-/// `torch.nn.Linear`.
-pub(super) fn linear(path: &Path, in_features: i64, out_features: i64) -> Result<Linear, TchError> {
-    let (ws, bs) = weight_and_bias(path, &[out_features, in_features])?;
-    Ok(Linear { ws, bs: Some(bs) })
-}
-
-/// `torch.nn.Conv2d` with a kernel of 3 x 3 and padding that keeps the size.
+/// The weight and, if wanted, the bias of a layer: of `torch.nn.Linear`, `Conv2d` or `LayerNorm`.
 #[derive(Debug)]
-pub(super) struct Conv3x3 {
-    weight: Tensor,
-    bias: Tensor,
+pub(super) struct Parameters {
+    pub weight: Tensor,
+    pub bias: Option<Tensor>,
 }
 
-impl Conv3x3 {
-    pub(super) fn new(path: &Path, channels_in: i64, channels: i64) -> Result<Self, TchError> {
-        let (weight, bias) = weight_and_bias(path, &[channels, channels_in, 3, 3])?;
-        Ok(Self { weight, bias })
+impl Parameters {
+    /// Creates a weight of shape `shape` and a bias, initialised as by PyTorch's `reset_parameters`. The first dimension
+    /// is the layer's outputs.
+    pub(super) fn drawn(path: &Path, shape: &[i64]) -> Result<Self, TchError> {
+        let (weight_bound, bias_bound) = default_bounds(shape[1..].iter().product());
+        let uniform = |bound: f64| Init::Uniform { lo: -bound, up: bound };
+        let weight = path.f_var("weight", shape, uniform(weight_bound))?;
+        let bias = path.f_var("bias", &shape[..1], uniform(bias_bound))?;
+        Ok(Self { weight, bias: Some(bias) })
     }
-
-    pub(super) fn forward(&self, inputs: &Tensor) -> Tensor {
-        inputs.conv2d(&self.weight, Some(&self.bias), 1, 1, 1, 1)
-    }
-}
-
-/// Creates a weight of shape `shape` and a bias, initialised as by PyTorch's `reset_parameters`. The first dimension
-/// is the layer's outputs.
-fn weight_and_bias(path: &Path, shape: &[i64]) -> Result<(Tensor, Tensor), TchError> {
-    let (weight_bound, bias_bound) = default_bounds(shape[1..].iter().product());
-    let uniform = |bound: f64| Init::Uniform { lo: -bound, up: bound };
-    Ok((
-        path.f_var("weight", shape, uniform(weight_bound))?,
-        path.f_var("bias", &shape[..1], uniform(bias_bound))?,
-    ))
 }
 
 /// Returns the bounds of the uniform distributions from which PyTorch draws the weights and biases of a layer. `fan_in`

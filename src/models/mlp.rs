@@ -1,46 +1,37 @@
 //! A multilayer perceptron, and a linear model, which is one without hidden layers.
 
-use tch::nn::{Linear, Module, ModuleT, Path};
+use tch::nn::{ModuleT, Path};
 use tch::{TchError, Tensor};
 
-use super::layers::linear;
-use super::{Activation, Architecture, Dropout, Layers, Model, ModelConfig};
+use super::layers::Parameters;
+use super::{Activation, Architecture, Dropout, Layers, Model, ModelConfig, ModelKind};
 
 /// One dense layer.
-pub(super) const LINEAR: Architecture = Architecture {
-    keys: &[],
-    check: |_| Ok(()),
-    num_parameters: |config| num_parameters(&widths(config, &[])),
-    build: |root, config, _| {
-        Mlp::new(root, &widths(config, &[]), config.activation, None).map(Model::new)
-    },
-};
+pub(super) const LINEAR: Architecture = Architecture { keys: &[], ..MLP };
 
 /// Dense layers with an activation between them.
 pub(super) const MLP: Architecture = Architecture {
     keys: &["hidden", "activation", "dropout"],
     check: |_| Ok(()),
-    num_parameters: |config| num_parameters(&widths(config, &config.hidden)),
+    num_parameters: |config| {
+        let weights_and_biases = |width: &[i64]| (width[0] as f64 + 1.0) * width[1] as f64;
+        widths(config).windows(2).map(weights_and_biases).sum()
+    },
     build: |root, config, dropout| {
-        let widths = widths(config, &config.hidden);
-        Mlp::new(root, &widths, config.activation, dropout).map(Model::new)
+        Mlp::new(root, &widths(config), config.activation, dropout).map(Model::new)
     },
 };
 
-/// Returns the widths from the inputs to the outputs.
-fn widths(config: &ModelConfig, hidden: &[i64]) -> Vec<i64> {
+/// Returns the widths from the inputs to the outputs. A linear model has no hidden layers.
+fn widths(config: &ModelConfig) -> Vec<i64> {
+    let hidden: &[i64] = if config.kind == ModelKind::Linear { &[] } else { &config.hidden };
     [&[config.in_features][..], hidden, &[config.out_features]].concat()
-}
-
-/// Returns the number of weights and biases of dense layers.
-fn num_parameters(widths: &[i64]) -> f64 {
-    widths.windows(2).map(|width| (width[0] as f64 + 1.0) * width[1] as f64).sum()
 }
 
 /// Dense layers with an activation, and optionally dropout, between them.
 #[derive(Debug)]
 struct Mlp {
-    layers: Vec<Linear>,
+    layers: Vec<Parameters>,
     activation: Activation,
     dropout: Option<Dropout>,
 }
@@ -58,7 +49,7 @@ impl Mlp {
         let modules_a_layer = if dropout.is_some() { 3 } else { 2 };
         let layers = widths.windows(2).enumerate().map(|(i, width)| {
             let path = if widths.len() == 2 { root.clone() } else { root / (modules_a_layer * i) };
-            linear(&path, width[0], width[1])
+            Parameters::drawn(&path, &[width[1], width[0]])
         });
         Ok(Self { layers: layers.collect::<Result<_, _>>()?, activation, dropout })
     }
@@ -73,13 +64,14 @@ impl Layers for Mlp {
 impl ModuleT for Mlp {
     fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         let (last, hidden) = self.layers.split_last().expect("a model has at least one layer");
+        let linear = |layer: &Parameters, x: &Tensor| x.linear(&layer.weight, layer.bias.as_ref());
         let mut current = inputs.shallow_clone();
         for layer in hidden {
-            current = self.activation.forward(&layer.forward(&current));
+            current = self.activation.forward(&linear(layer, &current));
             if let Some(dropout) = &self.dropout {
                 current = dropout.forward_t(&current, train);
             }
         }
-        last.forward(&current)
+        linear(last, &current)
     }
 }

@@ -17,14 +17,14 @@ use std::slice;
 use std::sync::Arc;
 
 use serde_with::SerializeDisplay;
-use strum::{Display, EnumString, IntoStaticStr, VariantNames};
+use strum::{Display, EnumString, VariantNames};
 use tch::nn::{self, ModuleT, Path};
 use tch::{Device, TchError, Tensor};
 
 pub use batch_norm::BatchNorm;
 pub use generate::{Generate, GenerateOptions};
 pub use layers::{Activation, Dropout};
-pub(crate) use named_tensors::{NamedTensor, by_name, bytes_of, hash, hash_each, tensor_hash};
+pub(crate) use named_tensors::{NamedTensor, by_name, bytes_of, hash, tensor_hash};
 pub use named_tensors::{parameters_hash, state_dict};
 pub use sync_batch_norm::SyncBatchNorm;
 
@@ -34,16 +34,7 @@ use crate::process_group::ProcessGroup;
 
 /// The sort of model: `--model`.
 #[derive(
-    Debug,
-    Clone,
-    Copy,
-    PartialEq,
-    Eq,
-    Display,
-    EnumString,
-    IntoStaticStr,
-    VariantNames,
-    SerializeDisplay,
+    Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames, SerializeDisplay,
 )]
 #[strum(serialize_all = "kebab-case")]
 pub enum ModelKind {
@@ -85,7 +76,7 @@ impl ModelKind {
 
     /// Returns the name on the command line and in reports.
     pub fn name(self) -> &'static str {
-        self.into()
+        Self::VARIANTS[self as usize]
     }
 
     /// Returns whether the option `key` has an effect on this sort of model.

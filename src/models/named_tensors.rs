@@ -52,13 +52,10 @@ impl NamedTensor {
                 )));
             }
         }
-        tensors.extend(named.into_iter().map(|(name, tensor)| Self {
-            name,
-            tensor,
-            trainable: false,
-            is_buffer: true,
-            is_ignored: false,
-        }));
+        for (name, tensor) in named {
+            let (trainable, is_buffer, is_ignored) = (false, true, false);
+            tensors.push(Self { name, tensor, trainable, is_buffer, is_ignored });
+        }
         Ok(tensors)
     }
 }
@@ -102,13 +99,6 @@ pub(crate) fn hash(tensors: &[NamedTensor]) -> Result<u64> {
         read_bytes(tensor, |bytes| hasher.update(bytes))?;
     }
     Ok(hasher.digest())
-}
-
-/// Returns the names of all parameters, and of buffers if `buffers`, with a 64-bit hash of the values of each. Skips
-/// ignored tensors.
-pub(crate) fn hash_each(tensors: &[NamedTensor], buffers: bool) -> Result<Vec<(String, u64)>> {
-    let wanted = tensors.iter().filter(|named| !named.is_ignored && (buffers || !named.is_buffer));
-    wanted.map(|named| Ok((named.name.clone(), tensor_hash(&named.tensor)?))).collect()
 }
 
 /// Returns a 64-bit hash of the values of `tensor`: XXH3 of their bytes in row-major order.

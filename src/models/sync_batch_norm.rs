@@ -47,15 +47,6 @@ pub struct SyncBatchNorm {
     group: SendWrapper<Rc<ProcessGroup>>,
 }
 
-/// The statistics of the batches of all ranks, in float64: one number per channel, except for the count.
-struct Statistics {
-    mean: Tensor,
-    /// The biased variance (divided by the count).
-    var: Tensor,
-    /// The number of values per channel.
-    count: Tensor,
-}
-
 impl SyncBatchNorm {
     /// [`BatchNorm::DEFAULT`].
     pub const DEFAULT: BatchNormConfig = BatchNorm::DEFAULT;
@@ -107,22 +98,22 @@ impl BatchNorm {
         let doing = "sync_batch_norm";
         let (sums, channels) = local_sums(inputs).doing(doing)?;
         let sums = all_reduce(&sums, group)?;
-        let statistics = Statistics::from_sums(&sums, channels).doing(doing)?;
-        tch::no_grad(|| self.track(&statistics)).doing(doing)?;
+        let [mean, var, count] = statistics(&sums, channels).doing(doing)?;
+        tch::no_grad(|| self.track(&mean, &var, &count)).doing(doing)?;
         self.count_batch()?;
-        self.normalize(inputs, &statistics).doing(doing)
+        self.normalize(inputs, &mean, &var).doing(doing)
     }
 
-    fn normalize(&self, inputs: &Tensor, statistics: &Statistics) -> Result<Tensor, TchError> {
+    fn normalize(&self, inputs: &Tensor, mean: &Tensor, var: &Tensor) -> Result<Tensor, TchError> {
         let Self { weight, bias, config, .. } = self;
         let kind = accumulating(inputs);
         // One number per channel, broadcast over inputs of shape (N, C, ...).
         let mut shape = vec![1; inputs.dim()];
         shape[1] = -1;
         let each = |values: &Tensor| values.f_to_kind(kind)?.f_view(&shape[..]);
-        let invstd = (statistics.var.f_add_scalar(config.eps))?.f_rsqrt()?;
+        let invstd = var.f_add_scalar(config.eps)?.f_rsqrt()?;
         // Subtract the mean first: x * scale + shift loses precision with large means.
-        let centered = inputs.f_to_kind(kind)?.f_sub(&each(&statistics.mean)?)?;
+        let centered = inputs.f_to_kind(kind)?.f_sub(&each(mean)?)?;
         let output = match (weight, bias) {
             (Some(weight), Some(bias)) => {
                 each(bias)?.f_addcmul(&centered, &each(&invstd.f_mul(weight)?)?)?
@@ -133,8 +124,7 @@ impl BatchNorm {
     }
 
     /// Updates the running statistics.
-    fn track(&self, statistics: &Statistics) -> Result<(), TchError> {
-        let Statistics { mean, var, count } = statistics;
+    fn track(&self, mean: &Tensor, var: &Tensor, count: &Tensor) -> Result<(), TchError> {
         let unbiased = var.f_mul(count)?.f_div(&count.f_sub_scalar(1)?)?;
         // An empty batch has no effect. Not read on the host, which would wait for a GPU.
         let some = count.f_gt(0)?.f_to_kind(count.kind())?;
@@ -190,15 +180,14 @@ fn local_sums(inputs: &Tensor) -> Result<(Tensor, i64), TchError> {
     Ok((Tensor::f_cat(&[mean.f_mul(&count)?, squares, count], 0)?, channels))
 }
 
-impl Statistics {
-    /// Computes the statistics from the sums over all ranks.
-    fn from_sums(sums: &Tensor, channels: i64) -> Result<Self, TchError> {
-        let count = sums.f_detach()?.f_select(0, 2 * channels)?;
-        // If no rank has samples, the sums are zeros, and the statistics are too.
-        let at_least_one = count.f_clamp_min(1)?;
-        let mean = sums.f_narrow(0, 0, channels)?.f_div(&at_least_one)?;
-        let squares = sums.f_narrow(0, channels, channels)?.f_div(&at_least_one)?;
-        let var = squares.f_sub(&mean.f_square()?)?.f_clamp_min(0)?;
-        Ok(Self { mean, var, count })
-    }
+/// Computes the statistics of the batches of all ranks from the sums over all ranks, in float64: the mean and the biased
+/// variance (divided by the count) of each channel, and the count, which is the number of values per channel.
+fn statistics(sums: &Tensor, channels: i64) -> Result<[Tensor; 3], TchError> {
+    let count = sums.f_detach()?.f_select(0, 2 * channels)?;
+    // If no rank has samples, the sums are zeros, and the statistics are too.
+    let at_least_one = count.f_clamp_min(1)?;
+    let mean = sums.f_narrow(0, 0, channels)?.f_div(&at_least_one)?;
+    let squares = sums.f_narrow(0, channels, channels)?.f_div(&at_least_one)?;
+    let var = squares.f_sub(&mean.f_square()?)?.f_clamp_min(0)?;
+    Ok([mean, var, count])
 }

@@ -1,12 +1,12 @@
 //! Adam with decoupled weight decay.
 
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::optimizer_state::OptimizerState;
-use super::parts::{Group, Parts};
+use super::parts::{Count, Parts};
 use super::{FlatBuffer, Optimizer, OptimizerOptions, ParamSpan, ParameterState};
 use crate::error::{Error, Result};
-use crate::ffi::{AdamWStep, TensorList, TorchResult, fused_adamw};
+use crate::ffi::{AdamWStep, TorchResult, fused_adamw};
 
 /// The options of [`AdamW`]. The defaults are PyTorch's.
 #[derive(Debug, Clone, Copy)]
@@ -47,17 +47,6 @@ impl OptimizerOptions for AdamWOptions {
 pub struct AdamW {
     options: AdamWOptions,
     flat: OptimizerState,
-    /// The number of steps of each group, on the device where the kernel reads it.
-    counts: Vec<Count>,
-}
-
-#[derive(Debug)]
-struct Count {
-    steps: Tensor,
-    /// One copy of the handle `steps` per tensor of the group, as the kernel requires.
-    list: TensorList,
-    /// A single copy, for a piece of a tensor.
-    one: TensorList,
 }
 
 impl AdamW {
@@ -72,29 +61,25 @@ impl AdamW {
         let decays = (options.weight_decay != 0.0).then_some(options.decays);
         // Every step must be counted, because the bias correction of the means depends on the count.
         let flat = OptimizerState::new(buffers, options.states(), decays, u64::MAX)?;
-        let counts = counts(&flat)?;
-        Ok(Self { options, flat, counts })
+        Ok(Self { options, flat })
     }
 }
 
 impl Optimizer for AdamW {
     fn step(&mut self, lr: f64) -> Result<()> {
-        if !self.flat.have_gradients()? {
+        if !self.flat.begin_step()? {
             return Ok(());
         }
-        if self.flat.refresh()? {
-            self.counts = counts(&self.flat)?;
-        }
-        for Count { steps, .. } in &mut self.counts {
+        for Count { steps, .. } in self.flat.groups.iter_mut().flat_map(|group| &mut group.count) {
             let _ = steps.f_add_scalar_(1).doing("counting a step")?;
         }
-        let Self { options, counts, flat } = self;
+        let Self { options, flat } = self;
         let AdamWOptions { betas, eps, .. } = *options;
-        flat.step(|index, group, parts| {
+        flat.step(|group, parts| {
             let [exp_avgs, exp_avg_sqs] = &parts.state[..] else { return Ok(()) };
+            let Some(Count { one, list, .. }) = &group.count else { return Ok(()) };
             let weight_decay = if group.decays { options.weight_decay } else { 0.0 };
             let step = AdamWStep { lr, betas: betas.into(), weight_decay, eps };
-            let Count { one, list, .. } = &counts[index];
             let steps = if parts.len() == 1 { one } else { list };
             let Parts { parameters, gradients, .. } = parts;
             fused_adamw([parameters, gradients, exp_avgs, exp_avg_sqs, steps], step)
@@ -123,23 +108,10 @@ impl Optimizer for AdamW {
                 state.name
             )))
         };
-        self.flat.load(state, &[Self::STEP], count)?;
-        self.counts = counts(&self.flat)?;
-        Ok(())
+        self.flat.load(state, &[Self::STEP], count)
     }
 
     fn parameter_names(&self) -> Vec<String> {
         self.flat.parameter_names()
     }
-}
-
-fn counts(flat: &OptimizerState) -> Result<Vec<Count>> {
-    let count = |group: &Group| {
-        let device = group.device;
-        let steps = Tensor::f_full([0i64; 0], group.steps as f64, (Kind::Float, device));
-        let steps = steps.doing("making the optimizer's state")?;
-        let list = |len| TensorList::new((0..len).map(|_| steps.shallow_clone()).collect());
-        Ok(Count { list: list(group.parts.len())?, one: list(1)?, steps })
-    };
-    flat.groups.iter().map(count).collect()
 }

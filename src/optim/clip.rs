@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use super::{FlatBuffer, GradState, ParamSpan, average_gradients};
+use super::{FlatBuffer, GradState, average_gradients};
 use crate::error::Result;
 use crate::ffi::{TensorList, TorchResult, scale_all, total_norm};
 
@@ -21,15 +21,14 @@ pub fn clip_grad_norm(buffers: &[FlatBuffer], max_norm: f64) -> Result<Tensor> {
         return Tensor::f_zeros([0i64; 0], (Kind::Float, device)).doing("zeros");
     }
     average_gradients(buffers)?;
-    let of_buffers: Vec<_> = buffers.iter().map(|buffer| buffer.layout.get()).collect();
-    let mut spans: Vec<(&ParamSpan, &Tensor)> = buffers
-        .iter()
-        .zip(&of_buffers)
-        .flat_map(|(buffer, spans)| spans.iter().map(|span| (span, &buffer.gradients)))
-        .collect();
-    spans.sort_by_key(|(span, _)| span.index);
-    let gradients = spans.iter().map(|(span, flat)| span.of(flat)).collect::<Result<_>>()?;
-    let gradients = TensorList::new(gradients)?;
+    let mut gradients = Vec::new();
+    for buffer in buffers {
+        for span in &*buffer.layout.get() {
+            gradients.push((span.index, span.of(&buffer.gradients)?));
+        }
+    }
+    gradients.sort_by_key(|(index, _)| *index);
+    let gradients = TensorList::new(gradients.into_iter().map(|(_, it)| it).collect())?;
     let norm = total_norm(&gradients)?;
     let factor = || {
         // Uses Python's order of operations: `max_norm / x` is `x.reciprocal() * max_norm` there.

@@ -1,4 +1,4 @@
-//! Gradients and parameters that are complete on every rank, in each layout of the optimizer.
+//! Gradients that are complete on every rank, in each layout of the optimizer.
 
 use std::rc::Rc;
 
@@ -21,11 +21,18 @@ use crate::process_group::join_shapes;
 /// # Errors
 /// The errors of [`ProcessGroup::all_reduce`](crate::ProcessGroup::all_reduce).
 pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
-    gather_gradients(buffers)?;
+    for FlatBuffer { gradients, layout, .. } in buffers {
+        if layout.gradients() == GradState::Partitioned
+            && let Some(partitions) = &layout.now().partitions
+        {
+            partitions.gather_in_place(gradients)?;
+            layout.set_gradients(GradState::Averaged);
+        }
+    }
     let is_left = |buffer: &&FlatBuffer| buffer.layout.gradients() == GradState::LeftToStep;
     while let Some(first) = buffers.iter().find(is_left) {
         let Some(shared) = first.layout.now().shared.clone() else { return Ok(()) };
-        let Some(op) = shared.average() else { return Ok(()) };
+        let Some(op) = shared.average.get() else { return Ok(()) };
         let is_like_first = |buffer: &&FlatBuffer| {
             let other = buffer.layout.now().shared.clone();
             other.is_some_and(|other| Rc::ptr_eq(&other, &shared))
@@ -35,32 +42,8 @@ pub fn average_gradients(buffers: &[FlatBuffer]) -> Result<()> {
         let gradients: Vec<Tensor> =
             alike.iter().map(|buffer| buffer.gradients.shallow_clone()).collect();
         let shapes = join_shapes(gradients.iter().map(Tensor::size));
-        shared.group().all_reduce_list(&gradients, &shapes, op)?;
+        shared.group.all_reduce_list(&gradients, &shapes, op)?;
         alike.iter().for_each(|buffer| buffer.layout.set_gradients(GradState::Averaged));
-    }
-    Ok(())
-}
-
-/// Gathers the averages of all partitions in each of `buffers` whose gradients are [`GradState::Partitioned`]. A
-/// collective if there is such a buffer.
-fn gather_gradients(buffers: &[FlatBuffer]) -> Result<()> {
-    for FlatBuffer { gradients, layout, .. } in buffers {
-        if layout.gradients() == GradState::Partitioned
-            && let Some(partitions) = &layout.now().partitions
-        {
-            partitions.gather_in_place(gradients)?;
-            layout.set_gradients(GradState::Averaged);
-        }
-    }
-    Ok(())
-}
-
-/// Gathers the parameters after each rank has updated its partitions. A collective if there are partitions.
-pub(super) fn gather_parameters(buffers: &[FlatBuffer]) -> Result<()> {
-    for FlatBuffer { parameters, layout, .. } in buffers {
-        if let Some(partitions) = &layout.now().partitions {
-            partitions.gather_in_place(parameters)?;
-        }
     }
     Ok(())
 }

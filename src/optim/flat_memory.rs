@@ -5,12 +5,12 @@ use std::rc::Rc;
 
 use tch::{Device, Kind, Tensor};
 
+use super::param_layout::Partitions;
 use super::param_memory::{ParamMemory, cache_line_numel};
-use super::partitions::Partitions;
 use super::{FlatBuffer, GradState, OptimizerLayout, ParamSpan, SharedModel};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, set_grad};
-use crate::process_group::{ProcessGroup, ReduceOp, join_shapes};
+use crate::process_group::{ProcessGroup, ReduceOp, device_name, join_shapes};
 
 /// All parameters of a model and their gradients, which the ranks keep as an [`OptimizerLayout`] says.
 #[derive(Debug)]
@@ -29,9 +29,9 @@ pub(crate) struct FlatMemory {
     shared: Option<Rc<SharedModel>>,
 }
 
-/// The memory of a bucket: of parameters whose gradients are reduced together.
+/// A bucket: parameters whose gradients are reduced together.
 #[derive(Debug)]
-pub(crate) struct BucketMemory {
+pub(crate) struct Bucket {
     /// The gradients: a range of a [`FlatBuffer`], and each gradient that stays where autograd puts it.
     pub gradients: Vec<Tensor>,
     /// Their shapes, as the ranks compare them.
@@ -41,6 +41,10 @@ pub(crate) struct BucketMemory {
     pub numel: usize,
     /// Its parameters. Each [`ParamSpan::start`] counts from the start of the bucket.
     pub parameters: Vec<ParamSpan>,
+    /// A copy of all gradients in sequence, for a communication hook. `None` until a hook needs it.
+    pub concatenated: Option<Tensor>,
+    /// The number of parameters that still lack their gradient in this step.
+    pub pending: usize,
 }
 
 impl FlatMemory {
@@ -55,7 +59,37 @@ impl FlatMemory {
     ) -> Result<Self> {
         let mut memory =
             Self { parameters, buffers: Vec::new(), num_flat: 0, group, layout, shared: None };
-        memory.allocate(order)?;
+        for &index in order {
+            let parameter = &memory.parameters[index];
+            let (dtype, device) = (parameter.tensor.kind(), parameter.tensor.device());
+            let known = memory.buffers.iter().any(|buffer| buffer.parameters.kind() == dtype);
+            if known || parameter.in_place_memory().is_some() {
+                continue;
+            }
+            let same = memory.parameters.iter().filter(|other| other.tensor.kind() == dtype);
+            // Each bucket has at least one parameter, and at most this much padding.
+            let gap = memory.partition_multiple(dtype) - 1;
+            let numel: usize = same
+                .filter(|other| other.in_place_memory().is_none())
+                .map(|other| other.padded_numel() + gap)
+                .sum();
+            let zeros = |group| zeros(group, numel, dtype, device);
+            let parameters = zeros(memory.partition_group())?;
+            let gradients = zeros(Some(&memory.group))?;
+            memory.buffers.push(FlatBuffer { parameters, gradients, layout: Vec::new().into() });
+        }
+        memory.num_flat = memory.buffers.len();
+        for (index, parameter) in memory.parameters.iter().enumerate() {
+            let Some(gradients) = parameter.in_place_memory() else { continue };
+            // `f_view` and then `f_data`: a view would keep its base, and with it memory that `share` has replaced.
+            let flat = parameter.tensor.f_view(-1).and_then(|tensor| tensor.f_data());
+            memory.buffers.push(FlatBuffer {
+                parameters: flat.doing("making the buckets")?,
+                gradients,
+                layout: vec![parameter.span(index, 0)].into(),
+            });
+        }
+        memory.set_gradients(GradState::Cleared);
         let handles = memory.parameters.iter().map(|parameter| parameter.tensor.shallow_clone());
         let handles: Rc<[Tensor]> = handles.collect();
         for buffer in &memory.buffers {
@@ -64,55 +98,16 @@ impl FlatMemory {
         Ok(memory)
     }
 
-    fn allocate(&mut self, order: &[usize]) -> Result<()> {
-        for &index in order {
-            let parameter = &self.parameters[index];
-            let (dtype, device) = (parameter.tensor.kind(), parameter.tensor.device());
-            let known = self.buffers.iter().any(|buffer| buffer.parameters.kind() == dtype);
-            if known || parameter.in_place_memory().is_some() {
-                continue;
-            }
-            let same = self.parameters.iter().filter(|other| other.tensor.kind() == dtype);
-            // Each bucket has at least one parameter, and at most this much padding.
-            let gap = self.partition_multiple(dtype) - 1;
-            let numel: usize = same
-                .filter(|other| other.in_place_memory().is_none())
-                .map(|other| other.padded_numel() + gap)
-                .sum();
-            let zeros = |group| zeros(group, numel, dtype, device);
-            let parameters = zeros(self.partition_group())?;
-            let gradients = zeros(Some(&self.group))?;
-            self.buffers.push(FlatBuffer { parameters, gradients, layout: Vec::new().into() });
-        }
-        self.num_flat = self.buffers.len();
-        for (index, parameter) in self.parameters.iter().enumerate() {
-            let Some(gradients) = parameter.in_place_memory() else { continue };
-            // `f_view` and then `f_data`: a view would keep its base, and with it memory that `share` has replaced.
-            let flat = parameter.tensor.f_view(-1).and_then(|tensor| tensor.f_data());
-            self.buffers.push(FlatBuffer {
-                parameters: flat.doing("making the buckets")?,
-                gradients,
-                layout: vec![parameter.span(index, 0)].into(),
-            });
-        }
-        self.set_gradients(GradState::Cleared);
-        Ok(())
-    }
-
     /// Moves values and gradients into the sequence of these `buckets`, each a list of parameters of one dtype. Returns the
-    /// memory of each bucket. With `are_new`, the buffers are new and zero. A collective if the ranks share the model.
-    pub(crate) fn arrange(
-        &mut self,
-        buckets: &[Vec<usize>],
-        are_new: bool,
-    ) -> Result<Vec<BucketMemory>> {
+    /// buckets. With `are_new`, the buffers are new and zero. A collective if the ranks share the model.
+    pub(crate) fn arrange(&mut self, buckets: &[Vec<usize>], are_new: bool) -> Result<Vec<Bucket>> {
         let mut contents = vec![FlatContents::default(); self.num_flat];
         let make = |indices: &Vec<usize>| self.make_bucket(indices, &mut contents);
         let made = buckets.iter().map(make).collect::<Result<_>>()?;
         tch::no_grad(|| self.move_to(&contents, are_new))?;
         for (buffer, FlatContents { spans, buckets }) in self.buffers.iter().zip(contents) {
             let group = self.partition_group().cloned();
-            let partitions = group.map(|group| Rc::new(Partitions::new(group, buckets)));
+            let partitions = group.map(|group| Rc::new(Partitions { group, buckets }));
             buffer.layout.change(|arrangement| {
                 arrangement.spans = spans.into();
                 arrangement.partitions = partitions;
@@ -124,13 +119,9 @@ impl FlatMemory {
         Ok(made)
     }
 
-    /// Returns the memory of a bucket of the parameters with these `indices`. `contents` has an entry for each flat buffer:
+    /// Returns a bucket of the parameters with these `indices`. `contents` has an entry for each flat buffer:
     /// the parameters that move into the buffer of this dtype are added to its entry.
-    fn make_bucket(
-        &self,
-        indices: &[usize],
-        contents: &mut [FlatContents],
-    ) -> Result<BucketMemory> {
+    fn make_bucket(&self, indices: &[usize], contents: &mut [FlatContents]) -> Result<Bucket> {
         let dtype = self.parameters[indices[0]].tensor.kind();
         let (parameters, numel) = self.in_sequence(indices);
         let (staying, moved): (Vec<usize>, Vec<usize>) =
@@ -153,7 +144,8 @@ impl FlatMemory {
             lengths.push(vec![parameter.tensor.numel() as i64]);
         }
         let shapes = join_shapes(lengths.into_iter());
-        Ok(BucketMemory { gradients, shapes, dtype, numel, parameters })
+        let (concatenated, pending) = (None, 0);
+        Ok(Bucket { gradients, shapes, dtype, numel, parameters, concatenated, pending })
     }
 
     /// Returns the spans of the parameters with these `indices` in sequence, and the number of elements with the gaps.
@@ -227,9 +219,17 @@ impl FlatMemory {
         let doing = "sharing the parameters";
         // Handles of their own: another rank uses these while this one changes its buffers.
         let own = |buffer: &FlatBuffer| buffer.parameters.f_data().doing(doing);
-        let tensors = shared.group().share_tensors(|| self.buffers.iter().map(own).collect())?;
+        let tensors = shared.group.share_tensors(|| self.buffers.iter().map(own).collect())?;
         for (buffer, tensor) in self.buffers.iter_mut().zip(&tensors) {
-            shared.check_device(tensor.device())?;
+            let (mine, theirs) = (shared.group.device(), tensor.device());
+            if mine != theirs {
+                return Err(Error::unsupported(format!(
+                    "SharedModel: this rank is on {} and another on {}, which cannot share memory; start ranks on the CPU \
+                     or on one GPU, or use another OptimizerLayout",
+                    device_name(mine),
+                    device_name(theirs)
+                )));
+            }
             buffer.parameters.f_set_data(tensor).doing(doing)?;
             buffer.layout.change(|arrangement| arrangement.shared = Some(shared.clone()));
             for span in &*buffer.layout.get() {
@@ -263,7 +263,7 @@ impl FlatMemory {
     /// Sets how the optimizer averages the gradients as it steps. `None` if it is not to.
     pub(crate) fn average_in_step(&self, op: Option<ReduceOp>) {
         if let Some(shared) = &self.shared {
-            shared.set_average(op);
+            shared.average.set(op);
         }
     }
 
@@ -280,8 +280,8 @@ impl FlatMemory {
     /// Notes that the gradients are averaged, or left to the optimizer's step. With `are_scattered` each rank has only the
     /// averages of its partitions.
     pub(crate) fn set_averaged(&self, are_scattered: bool) {
-        let step_averages = self.shared.as_ref().is_some_and(|shared| shared.average().is_some());
-        self.set_gradients(if step_averages {
+        let average = self.shared.as_ref().and_then(|shared| shared.average.get());
+        self.set_gradients(if average.is_some() {
             GradState::LeftToStep
         } else if are_scattered {
             GradState::Partitioned
@@ -297,14 +297,6 @@ impl FlatMemory {
         }
         for parameter in self.parameters.iter().filter(|it| it.in_place_memory().is_some()) {
             parameter.zero_gradient()?;
-        }
-        Ok(())
-    }
-
-    /// Multiplies all gradients by `factor`.
-    pub(crate) fn multiply_gradients(&mut self, factor: f64) -> Result<()> {
-        for buffer in &mut self.buffers {
-            let _ = buffer.gradients.f_mul_scalar_(factor).doing("mul_")?;
         }
         Ok(())
     }

@@ -33,11 +33,6 @@ pub enum OptimizerLayout {
 }
 
 impl OptimizerLayout {
-    /// Returns whether the optimizer's step is a collective.
-    pub(crate) fn steps_together(self) -> bool {
-        self != Self::Replicated
-    }
-
     /// Returns whether this many ranks partition the optimizer.
     pub(crate) fn partitions(self, ranks: usize) -> bool {
         self == Self::Partitioned && ranks > 1

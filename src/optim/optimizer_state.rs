@@ -7,12 +7,11 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use super::complete::gather_parameters;
 use super::param_layout::{Arrangement, copy_range, zeros_like};
-use super::parts::{Group, Parts};
-use super::runs::{Key, Runs, runs};
-use super::shared_step::{SharedRanges, on_one_rank, shared_model, step_my_slice};
-use super::{FlatBuffer, GradState, ParamSpan};
+use super::parts::{Count, Group, Parts};
+use super::runs::{Runs, runs};
+use super::shared_step::{SharedRanges, on_one_rank, shared_model};
+use super::{FlatBuffer, GradState, ParamSpan, average_gradients};
 use crate::error::{Error, Result};
 use crate::ffi::{TensorList, TorchResult, bump_versions};
 
@@ -78,9 +77,9 @@ impl OptimizerState {
         Ok(())
     }
 
-    /// Returns whether there are gradients to step with. Local gradients are an error: with them the ranks would
-    /// diverge.
-    pub(super) fn have_gradients(&self) -> Result<bool> {
+    /// Returns whether there are gradients to step with. If so, follows the parameters first. Local gradients are an error:
+    /// with them the ranks would diverge.
+    pub(super) fn begin_step(&mut self) -> Result<bool> {
         let states = || self.buffers.iter().map(|buffer| buffer.layout.gradients());
         if states().any(|state| state == GradState::Local) {
             return Err(Error::usage(
@@ -89,7 +88,11 @@ impl OptimizerState {
                     .into(),
             ));
         }
-        Ok(states().any(|state| state != GradState::Cleared))
+        let have_gradients = states().any(|state| state != GradState::Cleared);
+        if have_gradients {
+            self.refresh()?;
+        }
+        Ok(have_gradients)
     }
 
     /// Follows the parameters: updates the groups if any have moved, or have gained or lost their gradient. Returns
@@ -113,17 +116,10 @@ impl OptimizerState {
 
     /// Moves the optimizer state to the parameters' current places.
     fn relocate_state(&mut self) -> Result<()> {
-        let now = self.arrangements();
         if self.steps().values().all(|&steps| steps == 0) {
-            // No parameter has any state yet. Only with partitions the length of a tensor can change.
-            let fit = |flats: &[Tensor]| {
-                let lengths =
-                    now.iter().zip(&self.buffers).map(|(now, buffer)| now.state_numel(buffer));
-                flats.iter().map(Tensor::numel).eq(lengths)
-            };
-            let all_fit = self.tensors.iter().all(|(_, flats)| fit(flats));
-            return if all_fit { Ok(()) } else { self.allocate() };
+            return self.allocate(); // no parameter has any state yet
         }
+        let now = self.arrangements();
         let relocate = |(buffer, old): (usize, &Tensor)| -> Result<Tensor> {
             let (was, now) = (&self.seen[buffer], &now[buffer]);
             if Rc::ptr_eq(&was.spans, &now.spans) {
@@ -156,7 +152,7 @@ impl OptimizerState {
         self.seen = self.arrangements();
         let mut groups = Vec::new();
         let runs = runs(&self.buffers, &self.seen, &self.steps, self.decays);
-        for (Key { decays, steps, .. }, Runs { runs, members }) in runs {
+        for Runs { decays, steps, runs, members, .. } in runs {
             let device = self.buffers[runs[0].buffer].parameters.device();
             let owned = runs.iter().flat_map(|run| {
                 let owned = self.seen[run.buffer].owned(run.start..run.end).into_iter();
@@ -177,18 +173,17 @@ impl OptimizerState {
             let state = self.tensors.iter().map(|(_, flats)| {
                 runs.iter().map(|run| cut(run, &flats[run.buffer], run.at)).collect()
             });
-            groups.push(Group {
-                decays,
-                steps,
-                parts: Parts::new(
-                    ranges(|buffer| &buffer.parameters)?,
-                    ranges(|buffer| &buffer.gradients)?,
-                    state.collect::<Result<_>>()?,
-                )?,
-                device,
-                tensors: self.tensors(&members)?,
-                members,
-            });
+            let parts = Parts::new(
+                ranges(|buffer| &buffer.parameters)?,
+                ranges(|buffer| &buffer.gradients)?,
+                state.collect::<Result<_>>()?,
+            )?;
+            let counts_all = self.count_to == u64::MAX;
+            let count = counts_all.then(|| Count::new(steps, parts.len(), device)).transpose()?;
+            let own = |&index: &usize| self.seen.iter().find_map(|it| it.tensors.get(index));
+            let tensors = members.iter().filter_map(own).map(Tensor::shallow_clone).collect();
+            let tensors = TensorList::new(tensors)?;
+            groups.push(Group { decays, steps, parts, count, members, tensors });
         }
         self.groups = groups;
         self.shared_ranges = match shared_model(&self.buffers) {
@@ -198,36 +193,43 @@ impl OptimizerState {
         Ok(())
     }
 
-    /// Returns the model's own tensors of the parameters with these indices.
-    fn tensors(&self, indices: &[usize]) -> Result<TensorList> {
-        let of = |&index: &usize| self.seen.iter().find_map(|it| it.tensors.get(index));
-        let handles = indices.iter().filter_map(of).map(Tensor::shallow_clone);
-        TensorList::new(handles.collect())
-    }
-
     /// Returns the current arrangement of each buffer.
     pub(super) fn arrangements(&self) -> Vec<Rc<Arrangement>> {
         self.buffers.iter().map(|buffer| buffer.layout.now()).collect()
     }
 
-    /// Steps all parameters with a gradient. `kernel` steps the parts that it is given, of the group with this index.
-    /// Ranks that share a model each step a slice of it.
-    pub(super) fn step(
-        &mut self,
-        kernel: impl Fn(usize, &Group, &Parts) -> Result<()>,
-    ) -> Result<()> {
+    /// Steps all parameters with a gradient. `kernel` steps the parts that it is given, of this group. Ranks that share a
+    /// model each step a slice of it.
+    pub(super) fn step(&mut self, kernel: impl Fn(&Group, &Parts) -> Result<()>) -> Result<()> {
         match shared_model(&self.buffers) {
             Some(shared) => {
-                let (buffers, groups) = (&self.buffers, &self.groups);
-                step_my_slice(&shared, buffers, groups, &self.shared_ranges, &kernel)?;
+                // Each rank steps a slice, piece by piece. A collective for each dtype.
+                let is_averaged = |it: &FlatBuffer| it.layout.gradients() == GradState::Averaged;
+                let is_averaged = self.buffers.iter().any(is_averaged);
+                if is_averaged {
+                    average_gradients(&self.buffers)?; // some of them may have been averaged alone
+                }
+                let windows = self.groups.iter().map(|group| group.parts.window());
+                let windows = windows.collect::<Result<Vec<_>>>()?;
+                for SharedRanges { gradients, shapes, ranges } in &self.shared_ranges {
+                    shared.for_my_slice(gradients, shapes, is_averaged, |at, piece, mean| {
+                        let (index, range) = ranges[at];
+                        let (group, window) = (&self.groups[index], &windows[index]);
+                        window.show(&group.parts, range, &piece, mean)?;
+                        kernel(group, window)
+                    })?;
+                }
             }
             None => {
-                let groups = self.groups.iter().enumerate();
-                let groups = groups.filter(|(_, group)| group.parts.len() > 0);
-                for (index, group) in groups {
-                    kernel(index, group, &group.parts)?;
+                for group in self.groups.iter().filter(|group| group.parts.len() > 0) {
+                    kernel(group, &group.parts)?;
                 }
-                gather_parameters(&self.buffers)?;
+                // With partitions, each rank has updated its own. A collective then.
+                for FlatBuffer { parameters, layout, .. } in &self.buffers {
+                    if let Some(partitions) = &layout.now().partitions {
+                        partitions.gather_in_place(parameters)?;
+                    }
+                }
             }
         }
         for group in &mut self.groups {

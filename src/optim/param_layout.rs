@@ -1,4 +1,4 @@
-//! The layout of parameters and their gradients in flat buffers, and the parts of it that this rank steps.
+//! The layout of parameters and their gradients in flat buffers, and the parts of it that each rank steps.
 
 use std::cell::{Cell, RefCell};
 use std::ops::Range;
@@ -7,9 +7,9 @@ use std::rc::Rc;
 use tch::{Device, Tensor};
 
 use super::SharedModel;
-use super::partitions::Partitions;
-use crate::error::Result;
+use crate::error::{Result, opaque_debug};
 use crate::ffi::TorchResult;
+use crate::process_group::ProcessGroup;
 
 /// Parameters and their gradients for an optimizer: two one-dimensional tensors of the same length and dtype, which
 /// share the model's memory. `gradients` keeps its length without gradients, unless the buffer has a single parameter whose
@@ -159,23 +159,19 @@ impl ParamSpan {
 }
 
 impl Arrangement {
-    /// Returns the length of a state tensor: the elements of `buffer` that this rank updates.
-    pub(super) fn state_numel(&self, buffer: &FlatBuffer) -> usize {
-        self.partitions.as_ref().map_or(buffer.parameters.numel(), |partitions| partitions.numel())
-    }
-
-    /// Returns whether this rank gets what [`each_section`](Self::each_section) gathers on one rank.
-    pub(super) fn gathers_here(&self) -> bool {
-        self.partitions.as_ref().is_none_or(|partitions| partitions.is_on_rank_0())
-    }
-
     /// Returns the parts of `range` that this rank updates: ranges of the buffer, each with the offset of its first
-    /// element in a state tensor.
+    /// element in a state tensor. With partitions that tensor has this rank's partitions in sequence.
     pub(super) fn owned(&self, range: Range<usize>) -> Vec<(Range<usize>, usize)> {
-        match &self.partitions {
-            Some(partitions) => partitions.owned(&range).collect(),
-            None => vec![(range.clone(), range.start)],
+        let Some(partitions) = &self.partitions else { return vec![(range.clone(), range.start)] };
+        let (mut owned, mut offset) = (Vec::new(), 0);
+        for partition in partitions.mine() {
+            let part = partition.start.max(range.start)..partition.end.min(range.end);
+            if part.start < part.end {
+                owned.push((part.clone(), offset + part.start - partition.start));
+            }
+            offset += partition.len();
         }
+        owned
     }
 
     /// Returns a copy of a parameter's values for a checkpoint. With partitions the copy is on the CPU, because one
@@ -208,18 +204,76 @@ impl Arrangement {
         on_all: bool,
         mut f: impl FnMut(&Range<usize>, &Tensor) -> Result<()>,
     ) -> Result<()> {
-        match &self.partitions {
-            Some(partitions) => partitions.gather_state(state, on_all, f),
-            None => f(&(0..state.numel()), state),
+        let Some(partitions) = &self.partitions else { return f(&(0..state.numel()), state) };
+        let doing = "gathering the optimizer's state";
+        let (group, mut start) = (&partitions.group, 0);
+        for bucket in &partitions.buckets {
+            let len = (bucket.len() / group.world_size()) as i64;
+            let mine = state.f_narrow(0, start, len).doing(doing)?;
+            start += len;
+            let whole = || Tensor::f_empty([bucket.len() as i64], (state.kind(), state.device()));
+            if on_all {
+                let mut whole = whole().doing(doing)?;
+                group.all_gather_single(&mut whole, &mine)?;
+                f(bucket, &whole)?;
+            } else if group.rank() == 0 {
+                let whole = whole().doing(doing)?;
+                let mut parts = whole.f_split(len, 0).doing(doing)?;
+                group.gather(&mine, Some(&mut parts), 0)?;
+                group.synchronize()?;
+                f(bucket, &whole)?;
+            } else {
+                group.gather(&mine, None, 0)?;
+            }
         }
+        Ok(())
+    }
+}
+
+/// The partitions of a flat buffer, with [`OptimizerLayout::Partitioned`](super::OptimizerLayout).
+///
+/// Every rank has all parameters, but keeps the optimizer's state of its own partitions only. Each bucket has an equal
+/// partition for each rank. A rank receives the averaged gradients of its partitions, updates their parameters, and
+/// gathers the partitions that the other ranks have updated. This is stage 1 of ZeRO, as in PyTorch's
+/// `ZeroRedundancyOptimizer`.
+pub(super) struct Partitions {
+    pub group: Rc<ProcessGroup>,
+    /// The buckets in the buffer, in order. The length of each is a multiple of the number of ranks.
+    pub buckets: Vec<Range<usize>>,
+}
+
+opaque_debug!(Partitions);
+
+impl Partitions {
+    /// Returns this rank's partition of each bucket, as a range of the buffer.
+    pub(super) fn mine(&self) -> impl Iterator<Item = Range<usize>> {
+        let (rank, ranks) = (self.group.rank(), self.group.world_size());
+        self.buckets.iter().map(move |bucket| {
+            let part = bucket.len() / ranks;
+            let start = bucket.start + rank * part;
+            start..start + part
+        })
+    }
+
+    /// Copies each rank's partitions of `flat`, a tensor of the buffer's length, to all ranks. A collective.
+    pub(super) fn gather_in_place(&self, flat: &Tensor) -> Result<()> {
+        for bucket in &self.buckets {
+            let (start, len) = (bucket.start as i64, bucket.len() as i64);
+            self.group.all_gather_in_place(&flat.f_narrow(0, start, len).doing("narrow")?)?;
+        }
+        Ok(())
     }
 }
 
 /// Returns a state tensor for the parts of a buffer that this rank steps.
 pub(super) fn zeros_like(buffer: &FlatBuffer) -> Result<Tensor> {
-    let numel = buffer.layout.now().state_numel(buffer) as i64;
+    let arrangement = buffer.layout.now();
+    let numel: usize = match &arrangement.partitions {
+        Some(partitions) => partitions.mine().map(|partition| partition.len()).sum(),
+        None => buffer.parameters.numel(),
+    };
     let options = (buffer.parameters.kind(), buffer.parameters.device());
-    Tensor::f_zeros([numel], options).doing("making the optimizer's state")
+    Tensor::f_zeros([numel as i64], options).doing("making the optimizer's state")
 }
 
 /// Copies `len` elements of one-dimensional tensors from one place to another.

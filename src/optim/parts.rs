@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::ffi::{TensorList, TorchResult, set_view};
@@ -15,11 +15,32 @@ pub(super) struct Group {
     /// The number of steps that they have made.
     pub steps: u64,
     pub parts: Parts,
-    pub device: Device,
+    /// The number of steps on the device, if the optimizer counts all.
+    pub count: Option<Count>,
     /// The indices of the parameters.
     pub members: Vec<usize>,
     /// The model's own tensors of the parameters.
     pub tensors: TensorList,
+}
+
+/// A number of steps on the device, where the kernel reads it.
+#[derive(Debug)]
+pub(super) struct Count {
+    pub steps: Tensor,
+    /// One copy of the handle `steps` per tensor of the group, as the kernel requires.
+    pub list: TensorList,
+    /// A single copy, for a piece of a tensor.
+    pub one: TensorList,
+}
+
+impl Count {
+    /// Returns the count `steps` for a group of `len` ranges.
+    pub(super) fn new(steps: u64, len: usize, device: Device) -> Result<Self> {
+        let steps = Tensor::f_full([0i64; 0], steps as f64, (Kind::Float, device));
+        let steps = steps.doing("making the optimizer's state")?;
+        let list = |len| TensorList::new((0..len).map(|_| steps.shallow_clone()).collect());
+        Ok(Self { list: list(len)?, one: list(1)?, steps })
+    }
 }
 
 /// Ranges of parameters, each with its gradient and its tensors of optimizer state, as lists for a kernel.

@@ -19,34 +19,30 @@ pub(super) struct SpanRun {
     pub end: usize,
 }
 
-/// The properties that all parameters of one kernel call share.
-#[derive(Debug, PartialEq)]
-pub(super) struct Key {
+/// The runs of one kernel call, and what all of their parameters share.
+#[derive(Debug)]
+pub(super) struct Runs {
     pub decays: bool,
     pub steps: u64,
     kind: Kind,
-}
-
-/// The runs of one kernel call.
-#[derive(Debug, Default, PartialEq)]
-pub(super) struct Runs {
     pub runs: Vec<SpanRun>,
     /// The indices of the parameters in the runs.
     pub members: Vec<usize>,
 }
 
-/// Returns the parameters with a gradient in `buffers`, whose layout is `seen`, grouped by key. `steps` has the number of
+/// Returns the parameters with a gradient in `buffers`, whose layout is `seen`, by kernel call. `steps` has the number of
 /// steps of each, by its index; `decays` selects those with weight decay.
 pub(super) fn runs(
     buffers: &[FlatBuffer],
     seen: &[Rc<Arrangement>],
     steps: &BTreeMap<usize, u64>,
     decays: Option<fn(&ParamSpan) -> bool>,
-) -> Vec<(Key, Runs)> {
-    let mut groups: Vec<(Key, Runs)> = Vec::new();
+) -> Vec<Runs> {
+    let mut groups: Vec<Runs> = Vec::new();
     for (buffer, seen) in seen.iter().enumerate() {
         let Arrangement { spans, unused, .. } = &**seen;
         let FlatBuffer { parameters, .. } = &buffers[buffer];
+        let kind = parameters.kind();
         let starts = spans.iter().skip(1).map(|next| next.start);
         for (span, end) in spans.iter().zip(starts.chain([parameters.numel()])) {
             if unused.contains(&span.index) {
@@ -54,12 +50,12 @@ pub(super) fn runs(
             }
             let decays = decays.is_some_and(|decays| decays(span));
             let steps = steps.get(&span.index).copied().unwrap_or(0);
-            let key = Key { decays, steps, kind: parameters.kind() };
-            let at = groups.iter().position(|(known, _)| *known == key).unwrap_or_else(|| {
-                groups.push((key, Runs::default()));
+            let fits = |it: &Runs| (it.decays, it.steps, it.kind) == (decays, steps, kind);
+            let at = groups.iter().position(fits).unwrap_or_else(|| {
+                groups.push(Runs { decays, steps, kind, runs: Vec::new(), members: Vec::new() });
                 groups.len() - 1
             });
-            let Runs { runs, members } = &mut groups[at].1;
+            let Runs { runs, members, .. } = &mut groups[at];
             members.push(span.index);
             match runs.last_mut() {
                 Some(run) if run.buffer == buffer && run.end == span.start => run.end = end,
@@ -104,7 +100,7 @@ mod tests {
         let run = |buffer, start, end| SpanRun { buffer, start, end };
         let runs_of = |flat: &OptimizerState| -> Vec<(bool, u64, Vec<SpanRun>)> {
             let parts = runs(&flat.buffers, &flat.seen, &flat.steps, flat.decays).into_iter();
-            parts.map(|(key, runs)| (key.decays, key.steps, runs.runs)).collect()
+            parts.map(|it| (it.decays, it.steps, it.runs)).collect()
         };
         let ends_with_weight: fn(&ParamSpan) -> bool = |span| span.name.ends_with("weight");
         let flat = OptimizerState::new(buffers(), &[], Some(ends_with_weight), 9).unwrap();
@@ -128,7 +124,7 @@ mod tests {
         assert!(flat.refresh().unwrap() && !flat.refresh().unwrap());
         let parted = vec![run(0, 0, 16), run(0, 32, 48), run(1, 0, 16)];
         assert_eq!(runs_of(&flat), [(false, 0, parted), (false, 0, vec![run(2, 0, 8)])]);
-        flat.step(|_, _, _| Ok(())).unwrap();
+        flat.step(|_, _| Ok(())).unwrap();
         flat.buffers.iter().for_each(|buffer| buffer.layout.set_unused(&[]));
         assert!(flat.refresh().unwrap());
         let again = [

@@ -36,7 +36,8 @@ impl OptimizerState {
             }
         }
         // On the other ranks the states would be those of parameters that have not been stepped.
-        let is_whole = self.seen.iter().all(|layout| layout.gathers_here());
+        let mut partitions = self.seen.iter().filter_map(|layout| layout.partitions.as_ref());
+        let is_whole = partitions.all(|partitions| partitions.group.rank() == 0);
         Ok(if is_whole { states.into_values().collect() } else { Vec::new() })
     }
 
@@ -109,13 +110,13 @@ impl OptimizerState {
         }
         self.allocate()?; // ranks that share them wait here until none reads them any more
         let shared = shared_model(&self.buffers);
-        if shared.as_ref().is_none_or(|shared| shared.group().rank() == 0) {
+        if shared.as_ref().is_none_or(|shared| shared.group.rank() == 0) {
             for ((index, buffer, at), (from, start), len) in copies {
                 copy_range(&self.tensors[index].1[buffer], at, &from, start, len)?;
             }
         }
         if let Some(shared) = shared {
-            shared.group().barrier()?;
+            shared.group.barrier()?;
         }
         self.steps = steps;
         self.make_groups()

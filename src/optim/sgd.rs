@@ -79,13 +79,12 @@ impl Sgd {
 
 impl Optimizer for Sgd {
     fn step(&mut self, lr: f64) -> Result<()> {
-        if !self.flat.have_gradients()? {
+        if !self.flat.begin_step()? {
             return Ok(());
         }
-        self.flat.refresh()?;
         let Self { options, flat, none } = self;
         let SgdOptions { momentum, dampening, nesterov, .. } = *options;
-        flat.step(|_, group, parts| {
+        flat.step(|group, parts| {
             let weight_decay = if group.decays { options.weight_decay } else { 0.0 };
             let is_first_step = momentum != 0.0 && group.steps == 0;
             let step = SgdStep { lr, weight_decay, momentum, dampening, nesterov, is_first_step };

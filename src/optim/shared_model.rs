@@ -10,11 +10,11 @@ use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::rc::Rc;
 
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result, opaque_debug};
 use crate::ffi::TorchResult;
-use crate::process_group::{ProcessGroup, ReduceOp, device_name};
+use crate::process_group::{ProcessGroup, ReduceOp};
 
 /// Elements per piece: 128 KiB of float32. Small, so that the mean can stay in a cache until the optimizer reads it;
 /// large, so that the kernel calls cost little. 16 Ki to 128 Ki elements take the same time within 5 %. A multiple of a
@@ -24,9 +24,10 @@ const PIECE_NUMEL: i64 = 32 << 10;
 /// One rank's side of a model that all ranks of its process share.
 pub(crate) struct SharedModel {
     /// The ranks that share the model.
-    group: Rc<ProcessGroup>,
-    /// How to average the ranks' own gradients, while they are [`GradState::LeftToStep`].
-    average: Cell<Option<ReduceOp>>,
+    pub(super) group: Rc<ProcessGroup>,
+    /// How the optimizer is to average the ranks' own gradients as it steps, while they are [`GradState::LeftToStep`].
+    /// `None` if it is not to.
+    pub(super) average: Cell<Option<ReduceOp>>,
     /// Memory for a piece of averaged gradients: a tensor for each dtype.
     scratch: RefCell<Vec<Rc<Tensor>>>,
 }
@@ -40,42 +41,21 @@ impl SharedModel {
     /// # Errors
     /// [`Error::Input`] if this process has several ranks, each with a GPU of its own.
     pub(super) fn of(group: &Rc<ProcessGroup>) -> Result<Option<Self>> {
+        // With one rank, which has a GPU of its own, the process shares its model with nobody.
+        if group.is_stream_ordered() && group.local_world_size() == 1 {
+            return Ok(None);
+        }
         if group.is_stream_ordered() {
-            return one_rank_per_gpu(group).map(|()| None);
+            return Err(Error::unsupported(format!(
+                "SharedModel: with backend {} each rank has its own GPU, and GPUs do not share memory; use another \
+                 OptimizerLayout, or start the ranks on the CPU or on one GPU",
+                group.backend()
+            )));
         }
         let group =
             if group.spans_processes() { Rc::new(group.new_local_group()?) } else { group.clone() };
         let (average, scratch) = (Cell::new(None), RefCell::new(Vec::new()));
         Ok(Some(Self { group, average, scratch }))
-    }
-
-    /// Refuses to share the memory of another device.
-    pub(super) fn check_device(&self, theirs: Device) -> Result<()> {
-        let mine = self.group.device();
-        if theirs == mine {
-            return Ok(());
-        }
-        Err(Error::unsupported(format!(
-            "SharedModel: this rank is on {} and another on {}, which cannot share memory; start ranks on the CPU or on one \
-             GPU, or use another OptimizerLayout",
-            device_name(mine),
-            device_name(theirs)
-        )))
-    }
-
-    /// Returns the ranks that share the model.
-    pub(super) fn group(&self) -> &ProcessGroup {
-        &self.group
-    }
-
-    /// Sets how to average the gradients, which are complete on each rank. `None` if the optimizer has nothing to average.
-    pub(super) fn set_average(&self, op: Option<ReduceOp>) {
-        self.average.set(op);
-    }
-
-    /// Returns how the optimizer is to average the gradients as it steps. `None` if it is not to.
-    pub(super) fn average(&self) -> Option<ReduceOp> {
-        self.average.get()
     }
 
     /// Averages this rank's slice of `gradients`, which have one dtype and these `shapes`, and calls `on_piece` for each
@@ -93,15 +73,10 @@ impl SharedModel {
         let Some(first) = gradients.first() else { return Ok(()) };
         let scratch = self.scratch(first.kind())?;
         let average = if is_averaged { None } else { self.average.get() };
-        self.group.reduce_scatter_in_pieces(
-            gradients,
-            shapes,
-            &scratch,
-            average,
-            &|index, piece, is_in_scratch| {
-                on_piece(index, piece, is_in_scratch.then_some(&*scratch))
-            },
-        )
+        let on_piece = |index, piece, is_in_scratch: bool| {
+            on_piece(index, piece, is_in_scratch.then_some(&*scratch))
+        };
+        self.group.reduce_scatter_in_pieces(gradients, shapes, &scratch, average, &on_piece)
     }
 
     fn scratch(&self, kind: Kind) -> Result<Rc<Tensor>> {
@@ -114,16 +89,4 @@ impl SharedModel {
         scratch.push(made.clone());
         Ok(made)
     }
-}
-
-/// Checks that this process has one rank, which then shares its model with nobody: each rank has a GPU of its own.
-fn one_rank_per_gpu(group: &ProcessGroup) -> Result<()> {
-    if group.local_world_size() == 1 {
-        return Ok(());
-    }
-    Err(Error::unsupported(format!(
-        "SharedModel: with backend {} each rank has its own GPU, and GPUs do not share memory; use another \
-         OptimizerLayout, or start the ranks on the CPU or on one GPU",
-        group.backend()
-    )))
 }

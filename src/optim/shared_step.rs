@@ -1,74 +1,45 @@
-//! The step of ranks that share a model: each steps a slice of it, and the state is one rank's memory.
+//! What ranks that share a model step together: the ranges of each dtype, and state in one rank's memory.
 
 use std::rc::Rc;
 
 use tch::{Kind, Tensor};
 
-use super::parts::{Group, Parts};
-use super::{FlatBuffer, GradState, SharedModel, average_gradients};
+use super::parts::Group;
+use super::{FlatBuffer, SharedModel};
 use crate::error::Result;
 use crate::process_group::join_shapes;
 
 /// The ranges of one dtype, which the ranks of a shared model step in one collective.
 #[derive(Debug)]
 pub(super) struct SharedRanges {
-    gradients: Vec<Tensor>,
+    pub gradients: Vec<Tensor>,
     /// The lengths of the gradients, as the ranks compare them.
-    shapes: Vec<i64>,
+    pub shapes: Vec<i64>,
     /// For each gradient the index of its group, and of its range in the group's parts.
-    ranges: Vec<(usize, usize)>,
+    pub ranges: Vec<(usize, usize)>,
 }
 
 impl SharedRanges {
     /// Returns the ranges of all `groups` by dtype.
     pub(super) fn of(groups: &[Group]) -> Vec<Self> {
-        let dtype = |group: &Group| group.parts.parameters[0].kind();
-        let mut dtypes: Vec<Kind> = Vec::new();
-        for group in groups {
-            if !dtypes.contains(&dtype(group)) {
-                dtypes.push(dtype(group));
+        let mut by_dtype: Vec<(Kind, Vec<(usize, usize)>)> = Vec::new();
+        for (index, group) in groups.iter().enumerate() {
+            let dtype = group.parts.parameters[0].kind();
+            let ranges = (0..group.parts.len()).map(|range| (index, range));
+            match by_dtype.iter_mut().find(|(known, _)| *known == dtype) {
+                Some((_, same)) => same.extend(ranges),
+                None => by_dtype.push((dtype, ranges.collect())),
             }
         }
-        let same_dtype = |wanted: Kind| {
-            let same = groups.iter().enumerate();
-            let same = same.filter(move |(_, group)| dtype(group) == wanted);
-            let ranges = same
-                .flat_map(|(index, group)| (0..group.parts.len()).map(move |range| (index, range)));
-            let ranges: Vec<(usize, usize)> = ranges.collect();
+        let with_tensors = |(_, ranges): (Kind, Vec<(usize, usize)>)| {
             let parts = || ranges.iter().map(|&(group, range)| (&groups[group].parts, range));
             let gradients = parts().map(|(parts, range)| parts.gradients[range].shallow_clone());
             // A gradient that moves from step to step has no length before the first backward.
             let shapes = join_shapes(parts().map(|(parts, range)| parts.parameters[range].size()));
             Self { gradients: gradients.collect(), shapes, ranges }
         };
-        dtypes.into_iter().map(same_dtype).collect()
+        by_dtype.into_iter().map(with_tensors).collect()
     }
-}
-
-/// Steps this rank's slice of the parameters of `groups`, piece by piece. A collective for each dtype.
-pub(super) fn step_my_slice(
-    shared: &SharedModel,
-    buffers: &[FlatBuffer],
-    groups: &[Group],
-    shared_ranges: &[SharedRanges],
-    kernel: &dyn Fn(usize, &Group, &Parts) -> Result<()>,
-) -> Result<()> {
-    let is_averaged = |buffer: &FlatBuffer| buffer.layout.gradients() == GradState::Averaged;
-    let is_averaged = buffers.iter().any(is_averaged);
-    if is_averaged {
-        average_gradients(buffers)?; // some of them may have been averaged alone
-    }
-    let windows = groups.iter().map(|group| group.parts.window());
-    let windows = windows.collect::<Result<Vec<_>>>()?;
-    for SharedRanges { gradients, shapes, ranges } in shared_ranges {
-        shared.for_my_slice(gradients, shapes, is_averaged, |at, piece, mean| {
-            let (index, range) = ranges[at];
-            let (group, window) = (&groups[index], &windows[index]);
-            window.show(&group.parts, range, &piece, mean)?;
-            kernel(index, group, window)
-        })?;
-    }
-    Ok(())
 }
 
 /// Returns this rank's side of the model, if the ranks share one.
@@ -85,6 +56,6 @@ pub(super) fn on_one_rank(
 ) -> Result<Vec<Vec<Tensor>>> {
     let Some(shared) = shared_model(buffers).filter(|_| count > 0) else { return make() };
     let make = || Ok(make()?.into_iter().flatten().collect());
-    let mut tensors = shared.group().share_tensors(make)?.into_iter();
+    let mut tensors = shared.group.share_tensors(make)?.into_iter();
     Ok((0..count).map(|_| tensors.by_ref().take(buffers.len()).collect()).collect())
 }

@@ -6,14 +6,13 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::callbacks::{
-    Callbacks, Checkpoints, EarlyStopping, EpochReport, Explanation, FaultInjection, KeepTensors,
-    KeptTensors, Metrics, NonFiniteGuard, Order, Progress, Record, ReplicaCheck, SaveEvery,
-    Validation,
+    Callbacks, Checkpoints, Explanation, FaultInjection, KeepTensors, KeptTensors, Metrics,
+    NonFiniteGuard, Order, Progress, Record, ReplicaCheck, SaveEvery, Validation,
 };
 use super::loss::LossSum;
 use super::own_step::{OwnStep, Share};
 use super::{Callback, Criterion, LossParts, TrainContext, Trainer, TrainerOptions};
-use crate::checkpoint::{CheckpointDir, TrainerState};
+use crate::checkpoint::{CheckpointDir, TrainerState, Writer};
 use crate::data::{Batch, DataLoader};
 use crate::ddp::DistributedDataParallel;
 #[cfg(doc)]
@@ -42,7 +41,7 @@ impl<M: Forward> Trainer<M> {
     ) -> Result<Self> {
         let criterion = loss.into();
         criterion.check()?;
-        let mut callbacks = Callbacks::new();
+        let mut callbacks = Callbacks(Vec::new());
         callbacks.set(Order::FaultInjection, FaultInjection::planned(ddp.group()));
         callbacks.add(Order::NonFiniteGuard, NonFiniteGuard::default());
         let options = TrainerOptions::default();
@@ -81,11 +80,16 @@ impl<M: Forward> Trainer<M> {
         self
     }
 
+    /// Replaces the callback of this order.
+    fn with(mut self, order: Order, callback: impl Callback<M> + 'static) -> Self {
+        self.callbacks.set(order, Some(callback));
+        self
+    }
+
     /// Adds a callback that replaces the batches of each step. It runs before all others.
     #[must_use]
-    pub(crate) fn replace_batches(mut self, callback: impl Callback<M> + 'static) -> Self {
-        self.callbacks.set(Order::Batches, Some(callback));
-        self
+    pub(crate) fn replace_batches(self, callback: impl Callback<M> + 'static) -> Self {
+        self.with(Order::Batches, callback)
     }
 
     /// Replaces all options.
@@ -97,8 +101,6 @@ impl<M: Forward> Trainer<M> {
         if options.amp != self.context.options.amp {
             self.context.scaler = options.amp.grad_scaler(&self.context.ddp)?;
         }
-        let stopping = options.patience.map(|patience| EarlyStopping { patience: patience.max(1) });
-        self.callbacks.set(Order::EarlyStopping, stopping);
         let check = options.check_replicas.map(|every| ReplicaCheck { every: every.max(1) });
         self.callbacks.set(Order::ReplicaCheck, check);
         self.context.options = options;
@@ -165,10 +167,8 @@ impl<M: Forward> Trainer<M> {
     /// Validates on the batches of `loader` after every `every` epochs (at least 1), and after the last. Its sampler
     /// should be [`uneven`](crate::DistributedSampler::uneven), so that no sample is counted twice.
     #[must_use]
-    pub fn validation(mut self, loader: DataLoader, every: u64) -> Self {
-        let callback = Validation { loader, every: every.max(1) };
-        self.callbacks.set(Order::Validation, Some(callback));
-        self
+    pub fn validation(self, loader: DataLoader, every: u64) -> Self {
+        self.with(Order::Validation, Validation { loader, every: every.max(1) })
     }
 
     /// Saves into `dir` at the intervals of `every`, after the best validation so far, and when training ends or stops.
@@ -181,14 +181,13 @@ impl<M: Forward> Trainer<M> {
     /// parameters, optimizer, number of samples and batch size.
     #[must_use]
     pub fn checkpoints(
-        mut self,
+        self,
         dir: impl Into<Option<CheckpointDir>>,
         every: SaveEvery,
         options: Map<String, Value>,
     ) -> Self {
-        let callback = Checkpoints::new(dir.into(), every, options);
-        self.callbacks.set(Order::Checkpoints, Some(callback));
-        self
+        let writer = Option::map(dir.into(), Writer::new);
+        self.with(Order::Checkpoints, Checkpoints { every, options, writer, saved_at: None })
     }
 
     /// Sets the data files, whose hashes checkpoints save: [`TrainerState::data_files`].
@@ -200,54 +199,46 @@ impl<M: Forward> Trainer<M> {
     /// Writes metrics to `logger` after every `every` steps of an epoch (at least 1), and at its end and that of the
     /// run. Call on all ranks alike, because they reduce their numbers first. Rank 0 alone needs a logger.
     #[must_use]
-    pub fn log_metrics(mut self, every: u64, logger: Option<MetricsLogger>) -> Self {
-        self.callbacks.set(Order::Metrics, Some(Metrics::new(every.max(1), logger)));
-        self
+    pub fn log_metrics(self, every: u64, logger: Option<MetricsLogger>) -> Self {
+        self.with(Order::Metrics, Metrics::new(every.max(1), logger))
     }
 
     /// Writes hashes of each rank's gradients, parameters and buffers to `file`, which the ranks of this process share,
     /// in every step whose number is divisible by `every` (at least 1). `options` are what may change the result.
     #[must_use]
     pub fn record(
-        mut self,
+        self,
         file: Arc<RecordFile>,
         every: u64,
         program: String,
         options: Map<String, Value>,
     ) -> Self {
-        let run = self.context.ddp.group().run().clone();
-        let record = Record::new(file, every.max(1), program, options, run);
-        self.callbacks.set(Order::Record, Some(record));
-        self
+        let (every, run) = (every.max(1), self.context.ddp.group().run().clone());
+        let now = Default::default();
+        self.with(Order::Record, Record { file, every, program, options, run, now })
     }
 
     /// Writes all tensors of one step of one rank to a safetensors file: `batch`, `before` (the parameters before the
     /// step), `gradient` (the rank's own), `average`, `loss`, `parameter` (after the step) and `buffer`, each with a dot
     /// and the name of the tensor behind it.
     #[must_use]
-    pub fn keep(mut self, place: KeepTensors) -> Self {
-        self.callbacks.set(Order::KeptTensors, Some(KeptTensors::new(place)));
-        self
+    pub fn keep(self, place: KeepTensors) -> Self {
+        self.with(Order::KeptTensors, KeptTensors::new(place))
     }
 
     /// Prints each epoch with `printer`, which the ranks of this process share. Rank 0 also prints which step it is at,
     /// by time: the first time after two seconds.
     #[must_use]
-    pub fn report(mut self, printer: Arc<Printer>) -> Self {
-        let is_first = self.context.group().rank() == 0;
-        self.callbacks.set(Order::Progress, is_first.then(|| Progress::new(printer.clone())));
-        self.callbacks.set(Order::EpochReport, Some(EpochReport { printer }));
-        self
+    pub fn report(self, printer: Arc<Printer>) -> Self {
+        self.with(Order::Progress, Progress::new(printer))
     }
 
     /// Makes `explainer` explain how the ranks train one model, with the numbers of the first two steps.
     /// `hash_before_broadcast` is the [`parameters_hash`](crate::parameters_hash) of the model before it was wrapped.
     /// Call on all ranks alike; rank 0 alone needs an explainer. The results of training are the same.
     #[must_use]
-    pub fn explain(mut self, hash_before_broadcast: u64, explainer: Option<Explainer>) -> Self {
-        let callback = Explanation::new(hash_before_broadcast, explainer);
-        self.callbacks.set(Order::Explanation, Some(callback));
-        self
+    pub fn explain(self, hash_before_broadcast: u64, explainer: Option<Explainer>) -> Self {
+        self.with(Order::Explanation, Explanation::new(hash_before_broadcast, explainer))
     }
 
     /// Returns the model in its current state.

@@ -18,7 +18,7 @@ use crate::ddp::DistributedDataParallel;
 use crate::error::{Error, Result};
 use crate::ffi::{Generator, TorchResult};
 use crate::models::Forward;
-use crate::optim::{GradScaler, Optimizer, ParameterState, Schedule};
+use crate::optim::{GradScaler, Optimizer, Schedule};
 use crate::process_group::ProcessGroup;
 use crate::runtime::{StopReason, StopRequest};
 
@@ -79,29 +79,24 @@ impl<M> TrainContext<M> {
         &self.scaler
     }
 
-    /// Returns the optimizer's whole state on rank 0, for a checkpoint. The other ranks get no tensors. A collective
-    /// if the ranks partition the optimizer.
-    pub(super) fn optimizer_state(&self) -> Result<Vec<ParameterState>> {
-        let is_needed = self.group().rank() == 0 || self.ddp.partitions_optimizer();
-        if is_needed { self.optimizer.state() } else { Ok(Vec::new()) }
-    }
-
     /// Returns the progress of the run, as a checkpoint stores it.
     pub fn state(&self) -> &TrainerState {
         &self.state
     }
 
+    /// Returns how many steps an epoch has after its first `samples_seen` samples.
+    pub(super) fn steps_from(&self, samples_seen: usize) -> u64 {
+        self.loader.num_batches_from(samples_seen).div_ceil(self.options.accumulate) as u64
+    }
+
     /// Returns how many steps the whole run has, if nothing ends it early.
     pub(super) fn total_steps(&self) -> u64 {
         let TrainerState { epoch, step, samples_seen, .. } = self.state;
-        let steps_from = |samples_seen| {
-            self.loader.num_batches_from(samples_seen).div_ceil(self.options.accumulate) as u64
-        };
         let steps = match self.max_epochs.saturating_sub(epoch) {
             0 => step,
             epochs => (epochs - 1)
-                .saturating_mul(steps_from(0))
-                .saturating_add(step + steps_from(samples_seen)),
+                .saturating_mul(self.steps_from(0))
+                .saturating_add(step + self.steps_from(samples_seen)),
         };
         self.options.max_steps.map_or(steps, |max| max.min(steps))
     }
@@ -134,24 +129,11 @@ impl<M> TrainContext<M> {
         if self.options.max_steps.is_some_and(|max| steps >= max) {
             return Some(StopReason::Steps);
         }
-        self.ended_by.or_else(|| self.stop.as_ref()?.after(steps))
-    }
-
-    /// Decides on rank 0 whether the next step is the last.
-    pub(super) fn decide_stop(&self) {
-        if self.group().rank() == 0
-            && let Some(stop) = &self.stop
-        {
-            stop.decide(self.state.step);
-        }
-    }
-
-    /// Returns the number of samples that all ranks together have in this step. `batches` are this rank's.
-    pub(super) fn samples_of_all_ranks(&self, batches: &[Batch]) -> usize {
-        let here = batches.iter().map(Batch::len).sum::<usize>();
-        // If the loader gives no count, every rank has the same number of samples.
-        let dealt = self.loader.dealt_in(self.state.samples_seen, batches.len());
-        dealt.unwrap_or(here * self.group().world_size())
+        // All ranks see the same validation loss. A resumed run may have no patience left.
+        let since_best = self.state.validations_since_best as u64;
+        let is_over = self.options.patience.is_some_and(|patience| since_best >= patience.max(1));
+        let no_progress = is_over.then_some(StopReason::NoProgress);
+        self.ended_by.or(no_progress).or_else(|| self.stop.as_ref()?.after(steps))
     }
 
     /// Returns this rank's samples in `count` batches of this step from batch `first`, by their indices in the data.
@@ -162,8 +144,7 @@ impl<M> TrainContext<M> {
     /// Adds the losses of a step to the losses of the epoch.
     pub(super) fn add_losses(&mut self, step: &Step) -> Result<()> {
         self.counted += step.count() as u64;
-        let losses = step.losses.iter().enumerate();
-        for (batch, loss) in losses {
+        for (batch, loss) in step.losses.iter().enumerate() {
             self.loss_sum.add(loss, step.count_of(batch))?;
         }
         Ok(())
@@ -176,15 +157,16 @@ impl<M> TrainContext<M> {
                 let count = self.criterion.count_of(batch);
                 count.map_err(|error| self.with_samples(error, Some(index)))
             };
-            let counts = step.batches.iter().enumerate().map(count).collect::<Result<_>>()?;
-            step.set_counts(counts);
+            step.counts = step.batches.iter().enumerate().map(count).collect::<Result<_>>()?;
         }
         Ok(())
     }
 
     /// Counts a step that has just been made or skipped.
     pub(super) fn count_step(&mut self, step: &Step) {
-        let samples = self.samples_of_all_ranks(&step.batches);
+        // If the loader does not know all ranks' samples, every rank has the same number.
+        let dealt = self.loader.dealt_in(self.state.samples_seen, step.batches.len());
+        let samples = dealt.unwrap_or(step.num_samples() * self.group().world_size());
         self.tokens_per_sample
             .get_or_init(|| step.batches.first().and_then(Batch::tokens_per_sample));
         if step.is_skipped() {
@@ -212,6 +194,7 @@ impl<M> TrainContext<M> {
         let group = self.group();
         let seconds = started.elapsed().as_secs_f64();
         let samples_per_second = samples as f64 / seconds;
+        let counted = self.counted_here as f64 / seconds;
         Ok(Epoch {
             rank: group.rank(),
             local_rank: group.local_rank(),
@@ -221,24 +204,19 @@ impl<M> TrainContext<M> {
             steps,
             loss,
             samples_per_second,
-            tokens_per_second: self
-                .tokens_per_second(samples_per_second, self.counted_here as f64 / seconds),
+            tokens_per_second: self.tokens_per_second(samples_per_second, counted),
             validation: None,
         })
     }
 
-    /// Returns the tokens per second: what the criterion counts, or the tokens of a rate of samples. `None` unless
-    /// samples are sequences of tokens.
-    pub(super) fn tokens_per_second(
-        &self,
-        samples_per_second: f64,
-        counted_per_second: f64,
-    ) -> Option<f64> {
+    /// Returns the tokens per second: `counted`, the rate of what the criterion counts, or the tokens in `samples`, a rate
+    /// of samples. `None` unless samples are sequences of tokens.
+    pub(super) fn tokens_per_second(&self, samples: f64, counted: f64) -> Option<f64> {
         if self.criterion.has_count() {
-            return Some(counted_per_second);
+            return Some(counted);
         }
         let tokens = self.tokens_per_sample.get().copied().flatten();
-        tokens.map(|tokens| samples_per_second * tokens as f64)
+        tokens.map(|tokens| samples * tokens as f64)
     }
 
     /// Returns the mean loss of the epoch so far, and resets it. A collective.

@@ -31,14 +31,9 @@ use crate::runtime::panics;
 #[derive(Clone)]
 pub struct Criterion {
     loss: LossFunction,
-    metrics: Vec<NamedMetric>,
+    /// The metrics with their names.
+    metrics: Vec<(&'static str, Arc<Metric>)>,
     count: Option<Arc<Count>>,
-}
-
-#[derive(Clone)]
-struct NamedMetric {
-    name: &'static str,
-    measure: Arc<Metric>,
 }
 
 #[derive(Clone)]
@@ -54,7 +49,7 @@ type Count = dyn Fn(&Batch) -> usize + Send + Sync;
 /// A loss, and the named parts of it to be shown. Made from a tensor, or from several with names, of which the first is
 /// trained on.
 #[derive(Debug)]
-pub struct LossParts(Vec<(&'static str, Tensor)>);
+pub struct LossParts(pub(super) Vec<(&'static str, Tensor)>);
 
 impl From<Tensor> for LossParts {
     fn from(loss: Tensor) -> Self {
@@ -73,7 +68,7 @@ const LOSS: &str = "loss";
 
 impl From<Loss> for Criterion {
     fn from(loss: Loss) -> Self {
-        Self::of(LossFunction::BuiltIn(loss))
+        Self { loss: LossFunction::BuiltIn(loss), metrics: Vec::new(), count: None }
     }
 }
 
@@ -84,11 +79,7 @@ impl Criterion {
         loss: impl Fn(&Tensor, &Tensor) -> L + Send + Sync + 'static,
     ) -> Self {
         let loss = Arc::new(move |output: &Tensor, targets: &Tensor| loss(output, targets).into());
-        Self::of(LossFunction::Own(loss))
-    }
-
-    fn of(loss: LossFunction) -> Self {
-        Self { loss, metrics: Vec::new(), count: None }
+        Self { loss: LossFunction::Own(loss), metrics: Vec::new(), count: None }
     }
 
     /// Adds a metric, which validation shows as `name`: the mean over the samples of a batch, as one number. Validation
@@ -99,7 +90,7 @@ impl Criterion {
         name: &'static str,
         metric: impl Fn(&Tensor, &Tensor) -> Tensor + Send + Sync + 'static,
     ) -> Self {
-        self.metrics.push(NamedMetric { name, measure: Arc::new(metric) });
+        self.metrics.push((name, Arc::new(metric)));
         self
     }
 
@@ -132,11 +123,6 @@ impl Criterion {
         matches!(self.loss, LossFunction::BuiltIn(Loss::CrossEntropy))
     }
 
-    /// Returns whether validation has numbers with names.
-    pub(super) fn has_names(&self) -> bool {
-        self.has_own_loss() || self.has_metrics()
-    }
-
     /// Returns whether batches count as something else than their samples.
     pub(super) fn has_count(&self) -> bool {
         self.count.is_some()
@@ -147,7 +133,7 @@ impl Criterion {
         if let LossFunction::BuiltIn(loss) = &self.loss {
             return loss.of(output, &batch.targets);
         }
-        let Measured { loss, .. } = self.loss_with_parts(output, batch)?;
+        let loss = self.loss_with_parts(output, batch)?.into_loss();
         if !loss.requires_grad() {
             return Err(Error::usage(
                 "the loss has no gradient; compute it from the model's output, without detach and outside of no_grad"
@@ -158,49 +144,48 @@ impl Criterion {
     }
 
     /// Returns the loss of a batch with its parts and all metrics. An empty batch has the loss alone, which is 0.
-    pub(super) fn measure(&self, output: &Tensor, batch: &Batch) -> Result<Measured> {
+    pub(super) fn measure(&self, output: &Tensor, batch: &Batch) -> Result<LossParts> {
         let mut measured = self.loss_with_parts(output, batch)?;
-        for NamedMetric { name, measure } in self.metrics.iter().filter(|_| !batch.is_empty()) {
+        for (name, measure) in self.metrics.iter().filter(|_| !batch.is_empty()) {
             let what = format!("the metric `{name}`");
             let value = panics::in_closure(&what, || measure(output, &batch.targets))?;
-            measured.named.push((name, one_number(value, || what)?));
+            measured.0.push((*name, one_number(value, || what)?));
         }
         Ok(measured)
     }
 
-    fn loss_with_parts(&self, output: &Tensor, batch: &Batch) -> Result<Measured> {
-        let loss = match &self.loss {
-            LossFunction::BuiltIn(loss) => loss.of(output, &batch.targets)?,
+    fn loss_with_parts(&self, output: &Tensor, batch: &Batch) -> Result<LossParts> {
+        match &self.loss {
+            LossFunction::BuiltIn(loss) => Ok(loss.of(output, &batch.targets)?.into()),
             // A mean over nothing is no number.
             LossFunction::Own(_) if batch.is_empty() => {
                 let zero = output.f_sum(output.kind()).and_then(|sum| sum.f_mul_scalar(0.0));
-                zero.doing("the loss of no samples")?
+                Ok(zero.doing("the loss of no samples")?.into())
             }
             LossFunction::Own(loss) => {
                 let parts = panics::in_closure("the loss", || loss(output, &batch.targets))?;
-                let measured = parts.check()?;
-                if !measured.named.is_empty() {
-                    self.check_names(measured.name, &measured.named)?;
+                let parts = parts.check()?;
+                if parts.0.len() > 1 {
+                    self.check_names(parts.0.iter().map(|(name, _)| *name))?;
                 }
-                return Ok(measured);
+                Ok(parts)
             }
-        };
-        Ok(Measured { name: LOSS, loss, named: Vec::new() })
+        }
     }
 
     /// Checks that each metric has another name. The names of the loss's parts are known only later.
     pub(super) fn check(&self) -> Result<()> {
-        self.check_names(LOSS, &[])
+        self.check_names(std::iter::once(LOSS))
     }
 
-    /// Checks that each metric, and each further part of the loss, has another name. `loss` is the name of the first part.
-    fn check_names(&self, loss: &'static str, parts: &[(&'static str, Tensor)]) -> Result<()> {
-        let of_metrics = self.metrics.iter().map(|metric| metric.name);
-        let mut taken = vec![loss];
+    /// Checks that each metric, and each of the `parts` of the loss but the first, has another name.
+    fn check_names(&self, parts: impl Iterator<Item = &'static str>) -> Result<()> {
+        let mut names = parts.chain(self.metrics.iter().map(|(name, _)| *name));
+        let mut taken: Vec<&str> = names.next().into_iter().collect();
         if self.classifies() {
             taken.extend(["accuracy", "bits_per_token"]);
         }
-        for name in parts.iter().map(|(name, _)| *name).chain(of_metrics) {
+        for name in names {
             if name == LOSS {
                 return Err(Error::usage(format!(
                     "a part of the loss or a metric has the name `{LOSS}`, under which the first part is shown; give it \
@@ -236,29 +221,23 @@ impl Criterion {
 
 opaque_debug!(Criterion);
 
-/// A loss, and what is measured with it.
-#[derive(Debug)]
-pub(super) struct Measured {
-    name: &'static str,
-    pub loss: Tensor,
-    /// The further parts of the loss, and the metrics, by their names.
-    pub named: Vec<(&'static str, Tensor)>,
-}
-
 impl LossParts {
-    /// Checks that each part is one number, and gives it no dimensions.
-    pub(super) fn check(self) -> Result<Measured> {
-        let has_names = self.0.len() > 1;
-        let what = |name| if has_names { format!("the loss `{name}`") } else { "the loss".into() };
-        let check = |(name, value)| Ok((name, one_number(value, || what(name))?));
-        let mut parts = self.0.into_iter().map(check);
-        let Some(first) = parts.next() else {
+    /// Returns the part that is trained on. The parts must be [checked](Self::check).
+    pub(super) fn into_loss(mut self) -> Tensor {
+        self.0.swap_remove(0).1
+    }
+
+    /// Checks that there is a part and each is one number, and gives it no dimensions.
+    pub(super) fn check(self) -> Result<Self> {
+        if self.0.is_empty() {
             return Err(Error::usage(
                 "the loss has no parts; return at least the one that is trained on".into(),
             ));
-        };
-        let (name, loss) = first?;
-        Ok(Measured { name, loss, named: parts.collect::<Result<_>>()? })
+        }
+        let has_names = self.0.len() > 1;
+        let what = |name| if has_names { format!("the loss `{name}`") } else { "the loss".into() };
+        let check = |(name, value)| Ok((name, one_number(value, || what(name))?));
+        self.0.into_iter().map(check).collect::<Result<_>>().map(Self)
     }
 }
 

@@ -38,14 +38,13 @@ impl<M> TrainContext<M> {
             return Ok(());
         }
         self.group().synchronize()?;
-        match first_nonfinite(&self.ddp.flat_buffers(), |buffer| &buffer.parameters)? {
-            Some(name) => {
-                let when = "after this step or since one before it";
-                let what = format!("the parameter `{name}` is not finite, {when}");
-                Err(self.not_finite_after_step(what, true))
-            }
-            None => Ok(()),
-        }
+        let buffers = self.ddp.flat_buffers();
+        let Some(name) = first_nonfinite(&buffers, |buffer| &buffer.parameters)? else {
+            return Ok(());
+        };
+        let when = "after this step or since one before it";
+        let what = format!("the parameter `{name}` is not finite, {when}");
+        Err(self.not_finite_after_step(what, true))
     }
 
     /// Returns, as the end of a sentence, the parameter that is the cause; `None` if all parameters are finite.

@@ -28,24 +28,16 @@ impl Loss {
     pub fn of(self, output: &Tensor, targets: &Tensor) -> Result<Tensor> {
         let reduction = if targets.numel() == 0 { Reduction::Sum } else { Reduction::Mean };
         match self {
-            Loss::Mse => {
-                check_shapes(output, targets)?;
-                output.f_mse_loss(targets, reduction).doing("the loss")
-            }
+            // Libtorch would repeat the smaller tensor, which PyTorch warns of.
+            Loss::Mse if output.size() != targets.size() => Err(Error::mismatch(format!(
+                "the model returns the shape {:?}, and the targets of the mean squared error have {:?}; they must be equal",
+                output.size(),
+                targets.size()
+            ))),
+            Loss::Mse => output.f_mse_loss(targets, reduction).doing("the loss"),
             Loss::CrossEntropy => cross_entropy(output, targets, reduction),
         }
     }
-}
-
-/// Refuses shapes that differ. Libtorch would repeat the smaller tensor, which PyTorch warns of.
-fn check_shapes(output: &Tensor, targets: &Tensor) -> Result<()> {
-    let (has, wants) = (output.size(), targets.size());
-    if has == wants {
-        return Ok(());
-    }
-    Err(Error::mismatch(format!(
-        "the model returns the shape {has:?}, and the targets of the mean squared error have {wants:?}; they must be equal"
-    )))
 }
 
 /// Returns the cross-entropy of logits against class numbers. The classes of sequences are in the last dimension of

@@ -21,11 +21,13 @@ use std::time::Instant;
 
 use tch::Device;
 
+use crate::checkpoint::TrainerState;
 use crate::data::Batch;
 use crate::error::Result;
 use crate::models::Forward;
 use crate::operation::Operation;
 use callbacks::Callbacks;
+use own_step::Share;
 
 pub use crate::telemetry::Epoch;
 pub use amp::Amp;
@@ -72,8 +74,21 @@ impl<M: Forward> Trainer<M> {
         };
         let elapsed = started.elapsed();
         self.context.check_parameters()?;
-        self.callbacks.each_reversed(|callback| callback.on_train_end(&mut self.context))?;
-        Ok(self.context.summary(first_step, stopped, elapsed)?)
+        for (_, callback) in self.callbacks.0.iter_mut().rev() {
+            callback.on_train_end(&mut self.context)?;
+        }
+        let context = &mut self.context;
+        let (first_loss, last_loss) = match context.state.epoch_losses[..] {
+            [] => {
+                let loss = context.take_loss()?; // a collective
+                (loss, loss)
+            }
+            [first, .., last] => (first, last),
+            [only] => (only, only),
+        };
+        let TrainerState { step: steps, skipped_steps, .. } = context.state;
+        let steps_now = steps - first_step;
+        Ok(Summary { steps, steps_now, stopped, first_loss, last_loss, skipped_steps, elapsed })
     }
 
     /// Runs one pass over the rest of this rank's share of the data, or a part of it if the run stops.
@@ -83,8 +98,7 @@ impl<M: Forward> Trainer<M> {
         callbacks.each(|callback| callback.on_epoch_start(context))?;
         let (epoch, samples_seen) = (context.state.epoch, context.state.samples_seen);
         let mut batches = context.loader.epoch_from(epoch, samples_seen)?;
-        let steps =
-            context.loader.num_batches_from(samples_seen).div_ceil(context.options.accumulate);
+        let steps = context.steps_from(samples_seen);
         context.counted_here = 0;
         let mut samples = 0;
         for left in (0..steps).rev() {
@@ -108,7 +122,9 @@ impl<M: Forward> Trainer<M> {
     ) -> anyhow::Result<usize> {
         let Self { context, callbacks } = self;
         let (epoch, index) = (context.state.epoch, context.state.step);
-        context.decide_stop();
+        if let Some(stop) = context.stop.as_ref().filter(|_| context.group().rank() == 0) {
+            stop.decide(index);
+        }
         context.group().enter_step(index)?;
         context.group().enter_phase(Operation::Data, index);
         let batches = batches.take(context.options.accumulate).collect::<Result<_>>()?;
@@ -133,9 +149,15 @@ impl<M: Forward> Trainer<M> {
         callbacks.each(|callback| callback.on_after_backward(context, &mut step))?;
         if !step.is_skipped() {
             context.add_losses(&step)?;
-            context.unscale_and_clip(&mut step)?;
+            context.group().next_phase(Operation::Optimizer);
+            context.scaler.unscale_()?;
+            if let Some(max_norm) = context.options.max_grad_norm {
+                step.grad_norm = Some(context.ddp.clip_grad_norm(max_norm)?);
+            }
             callbacks.each(|callback| callback.on_before_optimizer_step(context, &step))?;
-            context.step_optimizer(&step)?;
+            let has_stepped = context.scaler.step(&mut *context.optimizer, step.lr)?;
+            context.state.skipped_steps += u64::from(!has_stepped);
+            context.scaler.update()?;
         }
         context.group().end_phase();
 
@@ -150,7 +172,11 @@ impl<M: Forward> Trainer<M> {
         let Self { context, callbacks } = self;
         let is_last = batch + 1 == step.batches.len();
         let _no_sync = (!is_last).then(|| context.ddp.no_sync());
-        context.share = step.share(batch);
+        context.share = Share {
+            batches: step.batches.len(),
+            count: step.count_of(batch),
+            is_empty: step.batches[batch].is_empty(),
+        };
         let own_step = context.own_step.clone();
         let loss = match &own_step {
             Some(own) => own.run(context, &step.batches[batch], batch)?, // with its backward
@@ -166,24 +192,5 @@ impl<M: Forward> Trainer<M> {
         context.makes_loss_nan = false;
         step.losses.push(loss);
         Ok(())
-    }
-}
-
-impl<M> TrainContext<M> {
-    /// Makes the gradients those that the optimizer gets.
-    fn unscale_and_clip(&mut self, step: &mut Step) -> Result<()> {
-        self.group().next_phase(Operation::Optimizer);
-        self.scaler.unscale_()?;
-        if let Some(max_norm) = self.options.max_grad_norm {
-            step.grad_norm = Some(self.ddp.clip_grad_norm(max_norm)?);
-        }
-        Ok(())
-    }
-
-    /// Steps the parameters.
-    fn step_optimizer(&mut self, step: &Step) -> Result<()> {
-        let stepped = self.scaler.step(&mut *self.optimizer, step.lr)?;
-        self.state.skipped_steps += u64::from(!stepped);
-        self.scaler.update()
     }
 }

@@ -3,9 +3,9 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use super::{LossParts, TrainContext};
+use super::{Amp, LossParts, TrainContext};
 use crate::data::Batch;
 use crate::ddp::DistributedDataParallel;
 use crate::error::{Error, Result, opaque_debug};
@@ -44,7 +44,7 @@ impl<M> OwnStep<M> {
         let result = panics::in_closure("the step", || (self.0.borrow_mut())(context, batch));
         let parts = result.map_err(|error| context.with_samples(error, Some(index)))??;
         let checked = parts.check().map_err(|error| context.with_samples(error, Some(index)));
-        let loss = checked?.loss.f_detach().doing("detach")?;
+        let loss = checked?.into_loss().f_detach().doing("detach")?;
         // The loss of no samples counts for nothing, and may be no number.
         Ok(if batch.is_empty() { loss.f_zeros_like().doing("zeros_like")? } else { loss })
     }
@@ -61,18 +61,6 @@ pub(super) struct Share {
     pub is_empty: bool,
 }
 
-/// Returns the loss from which to run backward: with gradients that are not finite if `loss` is not. Without this they
-/// might be finite: the square of a number may overflow where its double does not. Then one rank alone would detect
-/// the loss.
-fn poison_if_nonfinite(loss: &Tensor) -> Result<Tensor> {
-    // Multiplies by 1, or by NaN. Reads nothing, so the host does not wait for a GPU.
-    let pass_on = || {
-        let value = loss.f_detach()?;
-        loss.f_mul(&value.f_sub(&value)?.f_add_scalar(1.0)?)
-    };
-    pass_on().doing("looking for values that are not finite")
-}
-
 impl<M> TrainContext<M> {
     /// Returns the model in its current state, for your own step: see [`Trainer::step`](super::Trainer::step).
     pub fn ddp_mut(&mut self) -> &mut DistributedDataParallel<M> {
@@ -85,7 +73,12 @@ impl<M> TrainContext<M> {
     /// # Errors
     /// Those of [`Autocast::new`].
     pub fn autocast(&self) -> Result<Option<Autocast>> {
-        self.options.amp.autocast(self.group().device())
+        let dtype = match self.options.amp {
+            Amp::Off => return Ok(None),
+            Amp::Bf16 => Kind::BFloat16,
+            Amp::Fp16 => Kind::Half,
+        };
+        Autocast::new(self.group().device(), dtype).map(Some)
     }
 
     /// Runs backward of `loss`, the mean loss of the current batch, as the trainer itself does: scaled for float16, with
@@ -99,7 +92,14 @@ impl<M> TrainContext<M> {
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
         let mut loss = self.with_fault(loss)?;
         if self.checks_gradients() && !self.share.is_empty {
-            loss = poison_if_nonfinite(&loss)?;
+            // Makes the gradients of a loss that is not finite so too. Without this they might be finite: the square of
+            // a number may overflow where its double does not. Then one rank alone would detect the loss. Multiplies by
+            // 1, or by NaN. Reads nothing, so the host does not wait for a GPU.
+            let pass_on = || {
+                let value = loss.f_detach()?;
+                loss.f_mul(&value.f_sub(&value)?.f_add_scalar(1.0)?)
+            };
+            loss = pass_on().doing("looking for values that are not finite")?;
         }
         let scaled = self.scaler.scale(&loss)?; // for float16
         let Share { batches, count, .. } = self.share;

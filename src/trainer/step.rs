@@ -2,7 +2,6 @@
 
 use tch::Tensor;
 
-use super::own_step::Share;
 use crate::data::Batch;
 
 /// One training step of one rank.
@@ -21,7 +20,7 @@ pub struct Step {
     /// Whether this is the last step of its epoch.
     pub ends_epoch: bool,
     /// What each batch counts as, where that is not its number of samples.
-    counts: Vec<usize>,
+    pub(super) counts: Vec<usize>,
     is_skipped: bool,
 }
 
@@ -44,11 +43,6 @@ impl Step {
         self.batches.iter().map(Batch::len).sum()
     }
 
-    /// Sets what each batch counts as.
-    pub(super) fn set_counts(&mut self, counts: Vec<usize>) {
-        self.counts = counts;
-    }
-
     /// Returns what the batch `batch` counts as: its samples, unless the criterion says otherwise.
     pub(super) fn count_of(&self, batch: usize) -> usize {
         self.counts.get(batch).copied().unwrap_or_else(|| self.batches[batch].len())
@@ -69,14 +63,5 @@ impl Step {
     /// Returns whether a callback has skipped the step.
     pub fn is_skipped(&self) -> bool {
         self.is_skipped
-    }
-
-    /// Returns the share of the batch `batch` in the step.
-    pub(super) fn share(&self, batch: usize) -> Share {
-        Share {
-            batches: self.batches.len(),
-            count: self.count_of(batch),
-            is_empty: self.batches[batch].is_empty(),
-        }
     }
 }

@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use super::TrainContext;
-use crate::error::Result;
 use crate::runtime::StopReason;
 
 /// The result of a training run; the same on every rank, except for the time.
@@ -23,32 +21,4 @@ pub struct Summary {
     pub skipped_steps: u64,
     /// Duration of the training loop on this rank.
     pub elapsed: Duration,
-}
-
-impl<M> TrainContext<M> {
-    /// Returns the result of the training that began with step `first_step`. A collective if no epoch is complete.
-    pub(super) fn summary(
-        &mut self,
-        first_step: u64,
-        stopped: Option<StopReason>,
-        elapsed: Duration,
-    ) -> Result<Summary> {
-        let (first_loss, last_loss) = match self.state.epoch_losses[..] {
-            [] => {
-                let loss = self.take_loss()?;
-                (loss, loss)
-            }
-            [first, .., last] => (first, last),
-            [only] => (only, only),
-        };
-        Ok(Summary {
-            steps: self.state.step,
-            steps_now: self.state.step - first_step,
-            stopped,
-            first_loss,
-            last_loss,
-            skipped_steps: self.state.skipped_steps,
-            elapsed,
-        })
-    }
 }

@@ -4,9 +4,8 @@ use anyhow::Result;
 use serde_json::{Map, Value};
 
 use super::replica_check::compare_replicas;
-use crate::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TrainerState, Writer};
+use crate::checkpoint::{Checkpoint, Snapshot, TrainerState, Writer};
 use crate::error::{Compared, Error, Shown};
-use crate::process_group::ProcessGroup;
 use crate::trainer::{Callback, Epoch, Step, TrainContext};
 
 /// Intervals between checkpoints. The end of training is always saved.
@@ -21,12 +20,12 @@ pub struct SaveEvery {
 /// Saves the state of the run. Rank 0 writes.
 #[derive(Debug)]
 pub(in crate::trainer) struct Checkpoints {
-    every: SaveEvery,
-    options: Map<String, Value>,
+    pub every: SaveEvery,
+    pub options: Map<String, Value>,
     /// `Some` on rank 0 only.
-    writer: Option<Writer>,
+    pub writer: Option<Writer>,
     /// The step of the last save; `None` before the first.
-    saved_at: Option<u64>,
+    pub saved_at: Option<u64>,
 }
 
 impl<M> Callback<M> for Checkpoints {
@@ -36,9 +35,27 @@ impl<M> Callback<M> for Checkpoints {
         context: &mut TrainContext<M>,
         checkpoint: &Checkpoint,
     ) -> Result<()> {
-        if self.make_room_after(checkpoint, context.group())? {
-            self.saved_at = Some(checkpoint.state().step);
+        let group = context.group();
+        let mut is_saved_here = Vec::new();
+        if group.rank() == 0
+            && let Some(dir) = self.writer.as_ref().map(|writer| &writer.dir)
+        {
+            let is_here = dir.contains(checkpoint);
+            if is_here {
+                dir.set_aside_after(checkpoint)?;
+            } else if let Some(newest) = dir.newest()? {
+                return Err(Error::usage(format!(
+                    "this run continues from {}, but the folder to save in has other checkpoints already, the newest \
+                     is {}; save in the folder of its own checkpoints, or in a new one",
+                    checkpoint.path().shown(),
+                    newest.shown()
+                ))
+                .into());
+            }
+            is_saved_here.push(is_here);
         }
+        group.broadcast_object_list(&mut is_saved_here, 0)?;
+        self.saved_at = (is_saved_here == [true]).then(|| checkpoint.state().step);
         Ok(())
     }
 
@@ -75,38 +92,6 @@ fn is_due(every: Option<u64>, count: u64) -> bool {
 }
 
 impl Checkpoints {
-    pub(in crate::trainer) fn new(
-        dir: Option<CheckpointDir>,
-        every: SaveEvery,
-        options: Map<String, Value>,
-    ) -> Self {
-        Self { every, options, writer: dir.map(Writer::new), saved_at: None }
-    }
-
-    /// Returns whether `checkpoint` is in the folder of this run. If so, sets newer ones aside. A collective.
-    fn make_room_after(&self, checkpoint: &Checkpoint, group: &ProcessGroup) -> Result<bool> {
-        let mut is_saved_here = Vec::new();
-        if group.rank() == 0
-            && let Some(dir) = self.writer.as_ref().map(|writer| &writer.dir)
-        {
-            let is_here = dir.contains(checkpoint);
-            if is_here {
-                dir.set_aside_after(checkpoint)?;
-            } else if let Some(newest) = dir.newest()? {
-                return Err(Error::usage(format!(
-                    "this run continues from {}, but the folder to save in has other checkpoints already, the newest \
-                     is {}; save in the folder of its own checkpoints, or in a new one",
-                    checkpoint.path().shown(),
-                    newest.shown()
-                ))
-                .into());
-            }
-            is_saved_here.push(is_here);
-        }
-        group.broadcast_object_list(&mut is_saved_here, 0)?;
-        Ok(is_saved_here == [true])
-    }
-
     /// Saves a checkpoint if `due`, or if one is due after this step. A collective in that case.
     fn save_if<M>(&mut self, due: bool, context: &TrainContext<M>) -> Result<()> {
         if let Some(writer) = &mut self.writer {
@@ -140,7 +125,9 @@ impl Checkpoints {
         };
         group.enter_save(step);
         self.saved_at = Some(step);
-        let optimizer = context.optimizer_state()?;
+        // A collective if the ranks partition the optimizer. Ranks other than 0 get no tensors then.
+        let is_needed = group.rank() == 0 || context.ddp.partitions_optimizer();
+        let optimizer = if is_needed { context.optimizer.state()? } else { Vec::new() };
         if let (Some(loss_sums), Some(writer)) = (loss_sums, &mut self.writer) {
             let state = TrainerState {
                 loss_sums,

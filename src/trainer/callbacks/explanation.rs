@@ -3,7 +3,6 @@
 use anyhow::Result;
 use tch::{Device, Kind, Tensor};
 
-use crate::ddp::DistributedDataParallel;
 use crate::ffi::TorchResult;
 use crate::telemetry::{self, Explainer, RankStep};
 use crate::trainer::{Callback, Step, TrainContext};
@@ -35,24 +34,6 @@ struct GradProbe {
     local: Tensor,
 }
 
-impl GradProbe {
-    /// Starts to copy the gradient.
-    fn start<M>(ddp: &DistributedDataParallel<M>) -> crate::error::Result<Option<Self>> {
-        let Some((name, parameter)) = ddp.trained_parameters().into_iter().next() else {
-            return Ok(None);
-        };
-        let local = parameter.f_detach().and_then(|tensor| tensor.f_zeros_like());
-        let local = local.doing("zeros_like")?;
-        let mut copy = local.shallow_clone();
-        let observe = move |index, gradient: &mut Tensor| match index {
-            0 => tch::no_grad(|| copy.f_copy_(gradient)).doing("copy_"),
-            _ => Ok(()),
-        };
-        ddp.observe_gradients(PROBE, Box::new(observe));
-        Ok(Some(Self { name, parameter, local }))
-    }
-}
-
 /// The name of the probe among the observers of gradients.
 const PROBE: &str = "explanation";
 /// Number of steps that are explained.
@@ -79,7 +60,17 @@ impl<M> Callback<M> for Explanation {
             let resumed = (context.state.step > 0).then_some(context.state.step);
             explainer.begin(&hashes, context.state.epoch, resumed);
         }
-        self.probe = GradProbe::start(ddp)?;
+        if let Some((name, parameter)) = ddp.trained_parameters().into_iter().next() {
+            let local = parameter.f_detach().and_then(|tensor| tensor.f_zeros_like());
+            let local = local.doing("zeros_like")?;
+            let mut copy = local.shallow_clone();
+            let observe = move |index, gradient: &mut Tensor| match index {
+                0 => tch::no_grad(|| copy.f_copy_(gradient)).doing("copy_"),
+                _ => Ok(()),
+            };
+            ddp.observe_gradients(PROBE, Box::new(observe));
+            self.probe = Some(GradProbe { name, parameter, local });
+        }
         Ok(())
     }
 
@@ -172,13 +163,10 @@ fn values(tensor: &Tensor) -> crate::error::Result<Vec<f64>> {
 
 /// Returns the index of the value with the largest magnitude; the first if several are equal.
 fn index_of_largest(values: &[f64]) -> usize {
-    let mut largest = 0;
-    for (index, value) in values.iter().enumerate() {
-        if value.abs() > values[largest].abs() {
-            largest = index;
-        }
-    }
-    largest
+    let larger = |largest: usize, index: usize| {
+        if values[index].abs() > values[largest].abs() { index } else { largest }
+    };
+    (0..values.len()).fold(0, larger)
 }
 
 #[cfg(test)]

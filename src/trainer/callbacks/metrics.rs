@@ -19,14 +19,20 @@ pub(in crate::trainer) struct Metrics {
     /// The writer of all ranks' metrics; `Some` on rank 0 only.
     logger: Option<MetricsLogger>,
     since: Instant,
+    totals: Totals,
+    /// This rank's sum of the epoch's losses at the last report.
+    loss_sum: f64,
+}
+
+/// The totals of the steps since the last report.
+#[derive(Debug, Default)]
+struct Totals {
     steps: u64,
     samples: usize,
     /// What all batches count as: their samples, unless the criterion says otherwise.
     counted: usize,
     /// The same for the loss: without skipped steps.
     counted_for_loss: usize,
-    /// This rank's sum of the epoch's losses at the last report.
-    loss_sum: f64,
     /// The norm of the last step's gradients; `None` if it was not measured.
     grad_norm: Option<Tensor>,
     /// The learning rate of the last step.
@@ -35,38 +41,29 @@ pub(in crate::trainer) struct Metrics {
 
 impl Metrics {
     pub(in crate::trainer) fn new(every: u64, logger: Option<MetricsLogger>) -> Self {
-        Self {
-            every,
-            logger,
-            since: Instant::now(),
-            steps: 0,
-            samples: 0,
-            counted: 0,
-            counted_for_loss: 0,
-            loss_sum: 0.0,
-            grad_norm: None,
-            lr: 0.0,
-        }
+        Self { every, logger, since: Instant::now(), totals: Totals::default(), loss_sum: 0.0 }
     }
 
     /// Writes the metrics of the steps since the last report, if there were any. A collective in that case.
     fn report<M>(&mut self, context: &TrainContext<M>) -> Result<()> {
-        if self.steps == 0 {
+        if self.totals.steps == 0 {
             return Ok(());
         }
         let group = context.group();
         let loss_sum = context.loss_sum.sum(group)?;
         context.check_loss_sum(loss_sum)?;
         let loss_here = loss_sum - self.loss_sum;
-        let mut mine = vec![loss_here, self.counted_for_loss as f64, self.samples as f64];
+        let Totals { steps, samples, counted, counted_for_loss, grad_norm, lr } =
+            std::mem::take(&mut self.totals);
+        let mut mine = vec![loss_here, counted_for_loss as f64, samples as f64];
         if context.criterion.has_count() {
-            mine.push(self.counted as f64);
+            mine.push(counted as f64);
         }
         let doing = "reducing the metrics";
         let mut totals = group.to_device(&Tensor::from_slice(&mine))?;
         group.all_reduce(&mut totals, ReduceOp::Sum)?;
         let totals = Vec::<f64>::try_from(group.to_host(&totals)?).doing(doing)?;
-        let grad_norm = self.grad_norm.take().map(|norm| norm.f_double_value(&[]));
+        let grad_norm = grad_norm.map(|norm| norm.f_double_value(&[]));
         let grad_norm = grad_norm.transpose().doing(doing)?;
         let seconds = self.since.elapsed().as_secs_f64();
         let samples_per_second = totals[2] / seconds;
@@ -76,17 +73,13 @@ impl Metrics {
             epoch: context.state.epoch,
             loss: totals[0] / totals[1],
             skipped_steps: context.counts_skipped_steps().then_some(context.state.skipped_steps),
-            lr: self.lr,
+            lr,
             grad_norm,
-            step_us: seconds * 1e6 / self.steps as f64,
+            step_us: seconds * 1e6 / steps as f64,
             samples_per_second,
             tokens_per_second: context.tokens_per_second(samples_per_second, counted / seconds),
         };
         self.loss_sum = loss_sum;
-        self.steps = 0;
-        self.samples = 0;
-        self.counted = 0;
-        self.counted_for_loss = 0;
         self.since = Instant::now();
         if let Some(logger) = &mut self.logger {
             logger.train(&metrics)?;
@@ -107,16 +100,17 @@ impl<M> Callback<M> for Metrics {
 
     /// Counts the step. Writes metrics if due: a collective in that case.
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
-        self.steps += 1;
-        self.samples += step.num_samples();
-        self.counted += step.count();
+        let totals = &mut self.totals;
+        totals.steps += 1;
+        totals.samples += step.num_samples();
+        totals.counted += step.count();
         if !step.is_skipped() {
-            self.counted_for_loss += step.count();
+            totals.counted_for_loss += step.count();
         }
         if let Some(norm) = &step.grad_norm {
-            self.grad_norm = Some(norm.shallow_clone());
+            totals.grad_norm = Some(norm.shallow_clone());
         }
-        self.lr = step.lr;
+        totals.lr = step.lr;
         let is_due = context.state.epoch_steps.is_multiple_of(self.every);
         if is_due || step.ends_epoch || context.stopped().is_some() {
             self.report(context)?;

@@ -23,10 +23,10 @@ pub use kept_tensors::KeepTensors;
 pub(super) use kept_tensors::KeptTensors;
 pub(super) use metrics::Metrics;
 pub(super) use non_finite::NonFiniteGuard;
-pub(super) use progress::{EpochReport, Progress};
+pub(super) use progress::Progress;
 pub(super) use record::Record;
 pub(super) use replica_check::ReplicaCheck;
-pub(super) use validation::{EarlyStopping, Validation};
+pub(super) use validation::Validation;
 
 pub use checkpoints::SaveEvery;
 pub(crate) use replica_check::compare_replicas;
@@ -43,10 +43,8 @@ pub(super) enum Order {
     ReplicaCheck,
     /// Before callbacks that use its result.
     Validation,
-    EarlyStopping,
     Metrics,
     Progress,
-    EpochReport,
     User,
     /// After callbacks that may change a step, the model or its gradients.
     Record,
@@ -57,13 +55,9 @@ pub(super) enum Order {
 }
 
 /// The configured callbacks of a trainer.
-pub(super) struct Callbacks<M>(Vec<(Order, Box<dyn Callback<M>>)>);
+pub(super) struct Callbacks<M>(pub(super) Vec<(Order, Box<dyn Callback<M>>)>);
 
 impl<M> Callbacks<M> {
-    pub(super) fn new() -> Self {
-        Self(Vec::new())
-    }
-
     /// Adds `callback` behind those of the same order.
     pub(super) fn add(&mut self, order: Order, callback: impl Callback<M> + 'static) {
         let index = self.0.partition_point(|(other, _)| *other <= order);
@@ -84,14 +78,6 @@ impl<M> Callbacks<M> {
         mut call: impl FnMut(&mut dyn Callback<M>) -> Result<()>,
     ) -> Result<()> {
         self.0.iter_mut().try_for_each(|(_, callback)| call(&mut **callback))
-    }
-
-    /// Calls `call` with each callback, the last one first, until one returns an error.
-    pub(super) fn each_reversed(
-        &mut self,
-        mut call: impl FnMut(&mut dyn Callback<M>) -> Result<()>,
-    ) -> Result<()> {
-        self.0.iter_mut().rev().try_for_each(|(_, callback)| call(&mut **callback))
     }
 }
 

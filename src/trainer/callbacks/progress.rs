@@ -14,7 +14,7 @@ const FIRST: Duration = Duration::from_secs(2);
 /// The longest time between two signs.
 const LONGEST: Duration = Duration::from_secs(60);
 
-/// Shows on rank 0 which step the run is at.
+/// Shows on rank 0 which step the run is at, and prints each epoch once for all ranks of the process.
 #[derive(Debug)]
 pub(in crate::trainer) struct Progress {
     printer: Arc<Printer>,
@@ -40,7 +40,7 @@ impl<M> Callback<M> for Progress {
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, _: &Step) -> Result<()> {
         let elapsed = self.began.elapsed();
-        if elapsed >= self.next {
+        if context.group().rank() == 0 && elapsed >= self.next {
             // Whether there is a bar takes a system call to find out.
             self.next = elapsed + interval(elapsed, self.printer.shows_progress());
             let (step, steps) = (context.state.step, context.total_steps());
@@ -50,24 +50,16 @@ impl<M> Callback<M> for Progress {
         }
         Ok(())
     }
+
+    fn on_epoch_end(&mut self, context: &mut TrainContext<M>, epoch: &mut Epoch) -> Result<()> {
+        let local_ranks = context.group().local_world_size();
+        Ok(self.printer.epoch(epoch.clone(), local_ranks)?)
+    }
 }
 
 /// Returns the time from a sign at `elapsed` to the next one. A bar is drawn more often than a line is printed.
 fn interval(elapsed: Duration, is_bar: bool) -> Duration {
     if is_bar { FIRST / 4 } else { elapsed.clamp(FIRST, LONGEST) }
-}
-
-/// Prints each epoch, once for all ranks of the process.
-#[derive(Debug)]
-pub(in crate::trainer) struct EpochReport {
-    pub printer: Arc<Printer>,
-}
-
-impl<M> Callback<M> for EpochReport {
-    fn on_epoch_end(&mut self, context: &mut TrainContext<M>, epoch: &mut Epoch) -> Result<()> {
-        let local_ranks = context.group().local_world_size();
-        Ok(self.printer.epoch(epoch.clone(), local_ranks)?)
-    }
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use serde_json::{Map, Value};
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 use crate::data::Batch;
 use crate::ddp::DistributedDataParallel;
@@ -24,14 +24,20 @@ use crate::trainer::{Callback, Step, TrainContext};
 /// Writes the lines of one rank to the record of its process.
 #[derive(Debug)]
 pub(in crate::trainer) struct Record {
-    file: Arc<RecordFile>,
+    pub file: Arc<RecordFile>,
     /// Only steps whose number is divisible by this are recorded.
-    every: u64,
+    pub every: u64,
     /// The program and its version.
-    program: String,
-    options: Map<String, Value>,
+    pub program: String,
+    pub options: Map<String, Value>,
     /// The run, which knows the rank that failed first.
-    run: Arc<RunContext>,
+    pub run: Arc<RunContext>,
+    pub now: Recorded,
+}
+
+/// What is recorded of this rank so far.
+#[derive(Debug, Default)]
+pub(in crate::trainer) struct Recorded {
     /// This rank, once it has recorded its start.
     rank: Option<usize>,
     /// The step that is being recorded.
@@ -45,37 +51,15 @@ pub(in crate::trainer) struct Record {
 /// The name of the record among the observers of gradients.
 const OBSERVER: &str = "record";
 
-impl Record {
-    pub(in crate::trainer) fn new(
-        file: Arc<RecordFile>,
-        every: u64,
-        program: String,
-        options: Map<String, Value>,
-        run: Arc<RunContext>,
-    ) -> Self {
-        Self {
-            file,
-            every,
-            program,
-            options,
-            run,
-            rank: None,
-            step: None,
-            ended: None,
-            gradients: Rc::default(),
-        }
-    }
-
-    fn header<M>(&self, ddp: &DistributedDataParallel<M>) -> RecordHeader {
-        let describe = |tensors: Vec<(String, Tensor)>| {
-            let describe = |(name, tensor): (String, Tensor)| RecordedTensor {
-                name,
-                dtype: dtype_name(tensor.kind()).into(),
-                shape: tensor.size(),
-            };
-            tensors.into_iter().map(describe).collect()
+impl<M> Callback<M> for Record {
+    fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
+        let ddp = &context.ddp;
+        let describe = |(name, tensor): (String, Tensor)| RecordedTensor {
+            name,
+            dtype: dtype_name(tensor.kind()).into(),
+            shape: tensor.size(),
         };
-        RecordHeader {
+        self.file.begin(RecordHeader {
             format: RECORD_FORMAT,
             program: self.program.clone(),
             libtorch: ffi::version(),
@@ -83,16 +67,9 @@ impl Record {
             world_size: ddp.group().world_size(),
             every: self.every,
             options: self.options.clone(),
-            parameters: describe(ddp.trained_parameters()),
-            buffers: describe(ddp.untrained_tensors()),
-        }
-    }
-}
-
-impl<M> Callback<M> for Record {
-    fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
-        let ddp = &context.ddp;
-        self.file.begin(self.header(ddp))?;
+            parameters: ddp.trained_parameters().into_iter().map(describe).collect(),
+            buffers: ddp.untrained_tensors().into_iter().map(describe).collect(),
+        })?;
         ddp.group().synchronize()?;
         let rank = ddp.group().rank();
         let line = RecordLine::Start {
@@ -101,7 +78,7 @@ impl<M> Callback<M> for Record {
             parameters: hashes(ddp.trained_parameters())?,
             buffers: hashes(ddp.untrained_tensors())?,
         };
-        self.rank = Some(rank);
+        self.now.rank = Some(rank);
         Ok(self.file.line(&line)?)
     }
 
@@ -113,7 +90,7 @@ impl<M> Callback<M> for Record {
         }
         let batch = step.batches.iter().flat_map(Batch::tensors).map(hash);
         let none = vec![None; ddp.trained_parameters().len()];
-        self.step = Some(RecordedStep {
+        self.now.step = Some(RecordedStep {
             step: step.index,
             rank: ddp.group().rank(),
             epoch: context.state.epoch,
@@ -125,8 +102,8 @@ impl<M> Callback<M> for Record {
             buffers: vec![None; ddp.untrained_tensors().len()],
             ..RecordedStep::default()
         });
-        *self.gradients.borrow_mut() = none;
-        let gradients = self.gradients.clone();
+        *self.now.gradients.borrow_mut() = none;
+        let gradients = self.now.gradients.clone();
         let observe = move |parameter: usize, gradient: &mut Tensor| {
             gradients.borrow_mut()[parameter] = Some(hash(gradient)?);
             Ok(())
@@ -136,23 +113,23 @@ impl<M> Callback<M> for Record {
     }
 
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, _: &mut Step) -> Result<()> {
-        let (ddp, Some(step)) = (&context.ddp, &mut self.step) else { return Ok(()) };
+        let (ddp, Some(step)) = (&context.ddp, &mut self.now.step) else { return Ok(()) };
         ddp.stop_observing(OBSERVER);
         ddp.group().synchronize()?;
-        step.gradients = self.gradients.take();
+        step.gradients = self.now.gradients.take();
         Ok(())
     }
 
     fn on_before_optimizer_step(&mut self, context: &mut TrainContext<M>, _: &Step) -> Result<()> {
-        if let Some(step) = &mut self.step {
+        if let Some(step) = &mut self.now.step {
             step.averages = average_hashes(&context.ddp)?;
         }
         Ok(())
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
-        self.ended = Some(step.index);
-        let (ddp, Some(mut line)) = (&context.ddp, self.step.take()) else { return Ok(()) };
+        self.now.ended = Some(step.index);
+        let (ddp, Some(mut line)) = (&context.ddp, self.now.step.take()) else { return Ok(()) };
         if step.is_skipped() {
             line.averages = average_hashes(ddp)?;
         }
@@ -168,10 +145,10 @@ impl Drop for Record {
     /// Writes what is known of a step that has failed.
     fn drop(&mut self) {
         let failed_first = self.run.cancel.cancelled_by();
-        let Some(mut line) = self.step.take() else {
-            let Some(rank) = self.rank else { return };
+        let Some(mut line) = self.now.step.take() else {
+            let Some(rank) = self.now.rank else { return };
             let entered = self.run.flight_recorder.step_of(rank);
-            let entered = entered.filter(|step| self.ended.is_none_or(|ended| *step > ended));
+            let entered = entered.filter(|step| self.now.ended.is_none_or(|ended| *step > ended));
             let failed = failed_first.unwrap_or(rank);
             // A process that was killed cannot write it.
             if let Some(step) = entered
@@ -183,7 +160,7 @@ impl Drop for Record {
             return;
         };
         if line.gradients.is_empty() {
-            line.gradients = self.gradients.take();
+            line.gradients = self.now.gradients.take();
         }
         line.stopped = failed_first.is_some_and(|rank| rank != line.rank);
         line.failed = !line.stopped;
@@ -211,9 +188,8 @@ fn hash(tensor: &Tensor) -> crate::error::Result<TensorHash> {
 
 /// Returns a loss; `None` if it is not finite.
 fn loss(loss: &Tensor) -> crate::error::Result<Option<f64>> {
-    let read =
-        || loss.f_detach()?.f_to_device(Device::Cpu)?.f_to_kind(Kind::Double)?.f_double_value(&[]);
-    read().doing("reading the loss").map(|loss| Some(loss).filter(|loss| loss.is_finite()))
+    let loss = loss.f_double_value(&[]).doing("reading the loss")?;
+    Ok(loss.is_finite().then_some(loss))
 }
 
 /// Returns the name of this machine's processor.

@@ -1,11 +1,9 @@
 //! Replica checks: whether all ranks still hold the same parameters.
 
 use anyhow::Result;
-use tch::{Kind, Tensor};
 
 use crate::ddp::DistributedDataParallel;
 use crate::error::{Compared, Error, Suspects};
-use crate::ffi::TorchResult;
 use crate::trainer::{Callback, Step, TrainContext};
 
 /// Compares the parameters of all ranks every few steps.
@@ -40,36 +38,26 @@ pub(crate) fn compare_replicas<M>(
     let group = ddp.group();
     group.synchronize()?;
     let (names, hashes): (Vec<String>, Vec<u64>) = ddp.tensor_hashes(buffers)?.into_iter().unzip();
-    let doing = "comparing the parameters";
-    let hashes: Vec<i64> = hashes.into_iter().map(u64::cast_signed).collect();
-    let hashes = group.to_device(&Tensor::from_slice(&hashes))?;
-    let shape = [group.world_size() as i64, names.len() as i64];
-    let mut all = Tensor::f_zeros(shape, (Kind::Int64, group.device())).doing(doing)?;
-    group.all_gather_single(&mut all, &hashes)?;
-    let all = group.to_host(&all)?.f_reshape([-1]).doing(doing)?;
-    let all = Vec::<i64>::try_from(all).doing(doing)?;
-    match difference(&all, &names, group.ranks()) {
-        None => Ok(()),
-        Some((parameter, others, suspects)) => {
-            let (parameter, step) = (parameter.clone(), steps.saturating_sub(1));
-            Err(Error::ReplicasDiverged { parameter, others, suspects, step, compared })
-        }
-    }
+    let all = group.all_gather_object(&hashes)?;
+    let Some((parameter, others, suspects)) = difference(&all, &names, group.ranks()) else {
+        return Ok(());
+    };
+    let (parameter, step) = (parameter.clone(), steps.saturating_sub(1));
+    Err(Error::ReplicasDiverged { parameter, others, suspects, step, compared })
 }
 
 /// Returns the first of `names` whose hashes differ between `ranks`, the number of others that differ, and the suspect
-/// ranks. `None` if all are equal. `all` holds the hashes of one rank after those of another.
+/// ranks. `None` if all are equal. `all` holds the hashes of each rank.
 fn difference<'a>(
-    all: &[i64],
+    all: &[Vec<u64>],
     names: &'a [String],
     ranks: &[usize],
 ) -> Option<(&'a String, usize, Suspects)> {
-    let rows: Vec<&[i64]> = all.chunks_exact(names.len().max(1)).collect();
-    let differs = |index: &usize| rows.iter().any(|row| row[*index] != rows[0][*index]);
+    let differs = |index: &usize| all.iter().any(|row| row.get(*index) != all[0].get(*index));
     let differing: Vec<usize> = (0..names.len()).filter(differs).collect();
     let first = *differing.first()?;
-    let answers: Vec<(usize, i64)> =
-        ranks.iter().zip(&rows).map(|(&rank, row)| (rank, row[first])).collect();
+    let answers: Vec<_> =
+        ranks.iter().zip(all).map(|(&rank, row)| (rank, row.get(first))).collect();
     Some((&names[first], differing.len() - 1, Suspects::of(&answers)))
 }
 
@@ -80,9 +68,10 @@ mod tests {
     #[test]
     fn first_different_parameter_is_named_with_its_suspects() {
         let names = ["a", "b", "c"].map(String::from);
-        let found = |all: &[i64], ranks: &[usize]| {
+        let found = |all: &[u64], ranks: &[usize]| {
             let count = all.len() / ranks.len().max(1);
-            let found = difference(all, &names[..count], ranks);
+            let all: Vec<Vec<u64>> = all.chunks_exact(count.max(1)).map(<[u64]>::to_vec).collect();
+            let found = difference(&all, &names[..count], ranks);
             found.map(|(name, others, suspects)| {
                 (name.clone(), others, suspects.ranks, suspects.has_majority)
             })

@@ -1,4 +1,4 @@
-//! Validation: loss and accuracy on samples that the model is not trained on. Ends a run that makes no progress.
+//! Validation: loss and accuracy on samples that the model is not trained on.
 
 use std::collections::BTreeMap;
 use std::f64::consts::LN_2;
@@ -13,10 +13,8 @@ use crate::models::Forward;
 use crate::operation::Operation;
 use crate::process_group::{ProcessGroup, ReduceOp};
 use crate::records::ValidationMetrics;
-use crate::runtime::StopReason;
-use crate::trainer::criterion::Measured;
 use crate::trainer::find_non_finite::closure_error;
-use crate::trainer::{Callback, Epoch, TrainContext};
+use crate::trainer::{Callback, Epoch, LossParts, TrainContext};
 
 /// Validates after some of the epochs.
 #[derive(Debug)]
@@ -53,7 +51,7 @@ impl Validation {
         let mut sums = Sums::default();
         for (index, batch) in self.loader.epoch(0)?.enumerate() {
             let batch = batch?;
-            let _autocast = context.options.amp.autocast(device)?;
+            let _autocast = context.autocast()?;
             let added = tch::no_grad(|| -> crate::error::Result<()> {
                 let output = context.forward(&batch, false);
                 let count = context.criterion.count_of(&batch)?;
@@ -61,7 +59,7 @@ impl Validation {
                 if count == 0 {
                     return Ok(());
                 }
-                let names = measured.named.iter().map(|(name, _)| *name).collect();
+                let names = measured.0[1..].iter().map(|(name, _)| *name).collect();
                 let totals = batch_totals(&batch, &output, &measured, classifies, count, device);
                 sums.add(names, totals.doing(DOING)?)
             });
@@ -69,7 +67,8 @@ impl Validation {
                 closure_error(error, &self.loader.samples(0, 0, index, 1).unwrap_or_default())
             })?;
         }
-        let (names, totals) = sums.of_all_ranks(context.group(), context.criterion.has_names())?;
+        let has_names = context.criterion.has_own_loss() || context.criterion.has_metrics();
+        let (names, totals) = sums.of_all_ranks(context.group(), has_names)?;
         let loss = totals[0] / totals[2];
         if !loss.is_finite() {
             return Err(context.nonfinite_validation(loss)?.into());
@@ -159,7 +158,7 @@ fn differ<T: AsRef<str>>(some: &[T], others: &[T]) -> Error {
 fn batch_totals(
     batch: &Batch,
     output: &Tensor,
-    measured: &Measured,
+    measured: &LossParts,
     classifies: bool,
     count: usize,
     device: Device,
@@ -168,7 +167,8 @@ fn batch_totals(
     // A metric may be a number of the CPU.
     let weighed =
         |value: &Tensor| value.f_to_device(device)?.f_to_kind(Kind::Double)?.f_mul_scalar(count);
-    let sum = weighed(&measured.loss)?;
+    let totals = measured.0.iter().map(|(_, value)| weighed(value));
+    let mut totals = totals.collect::<Result<Vec<_>, _>>()?;
     let correct = if classifies {
         let correct = output.f_argmax(-1, false)?.f_eq_tensor(&batch.targets)?;
         // A sequence counts with the part of its tokens that are correct.
@@ -181,43 +181,12 @@ fn batch_totals(
             len => correct.f_mul_scalar(count / len)?,
         }
     } else {
-        sum.f_zeros_like()?
+        totals[0].f_zeros_like()?
     };
-    let all = sum.f_full_like(count)?;
-    let mut totals = vec![sum, correct, all];
-    for (_, value) in &measured.named {
-        totals.push(weighed(value)?);
-    }
+    let all = totals[0].f_full_like(count)?;
+    totals.splice(1..1, [correct, all]);
     Tensor::f_stack(&totals, 0)
 }
 
 /// The action that the errors of libtorch name.
 const DOING: &str = "validation";
-
-/// The most validations in a row that may not improve on the best one. All ranks see the same loss, so all decide
-/// alike.
-#[derive(Debug)]
-pub(in crate::trainer) struct EarlyStopping {
-    pub patience: u64,
-}
-
-impl EarlyStopping {
-    fn check<M>(&self, context: &mut TrainContext<M>) {
-        if context.state.validations_since_best as u64 >= self.patience {
-            context.ended_by.get_or_insert(StopReason::NoProgress);
-        }
-    }
-}
-
-impl<M> Callback<M> for EarlyStopping {
-    /// A resumed run may have no patience left.
-    fn on_train_start(&mut self, context: &mut TrainContext<M>) -> Result<()> {
-        self.check(context);
-        Ok(())
-    }
-
-    fn on_epoch_end(&mut self, context: &mut TrainContext<M>, _: &mut Epoch) -> Result<()> {
-        self.check(context);
-        Ok(())
-    }
-}
