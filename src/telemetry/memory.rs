@@ -24,10 +24,8 @@ pub(crate) fn gigabytes(bytes: f64) -> String {
     format!("{:.1} GB", bytes / 1e9)
 }
 
-#[cfg(test)]
+#[cfg(all(test, target_os = "linux"))]
 mod tests {
-    #![cfg(target_os = "linux")]
-
     #[test]
     fn peak_memory_is_below_total_memory() {
         assert!(super::peak_memory().unwrap() < super::total_memory().unwrap());

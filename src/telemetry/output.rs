@@ -121,7 +121,8 @@ impl Output {
         }
         let (mut first, mut last) = (vec![0; begins.len()], vec![0; before.len() + end]);
         file.read_exact_at(&mut first, 0)?;
-        file.read_exact_at(&mut last, (len - last.len()) as u64)?;
+        let last_begins = len - last.len();
+        file.read_exact_at(&mut last, last_begins as u64)?;
         let is_marked = first == begins.as_bytes()
             && last.starts_with(before.as_bytes())
             && last.ends_with(after.as_bytes());
