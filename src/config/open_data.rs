@@ -276,7 +276,7 @@ impl Config {
     }
 
     /// Puts the name of the option `key` before an error about its value.
-    fn named<T>(&self, key: &str, result: Result<T>) -> Result<T> {
+    pub(super) fn named<T>(&self, key: &str, result: Result<T>) -> Result<T> {
         result.map_err(|error| error.named(self.name_of(key)))
     }
 }
