@@ -103,7 +103,8 @@ fn array(path: &Path, holds: Holds) -> Result<Array> {
         let (sizes, num_bytes) = sizes(&shape, 1).map_err(wrong)?;
         let bytes = unpack(unpacked, num_bytes).map_err(wrong)?;
         let tensor = Tensor::f_from_slice(&bytes).and_then(|bytes| bytes.f_view(&sizes[..]));
-        return Ok(Array::bytes(tensor.doing("making a tensor of a data file")?));
+        let tensor = tensor.doing("making a tensor of a data file")?;
+        return Ok(Array { tensor, is_pixels: true });
     }
     let (start, shape) = header(&mut &file[..], holds).map_err(wrong)?;
     let array = Array::mapped(&file, start, Kind::Uint8, &shape)?;
