@@ -166,12 +166,10 @@ impl Config {
 
     /// Returns how the ranks keep the model.
     pub(crate) fn optimizer_layout(&self) -> OptimizerLayout {
-        if self.ddp.share_model {
-            OptimizerLayout::SharedModel
-        } else if self.ddp.zero {
-            OptimizerLayout::Partitioned
-        } else {
-            OptimizerLayout::Replicated
+        match (self.ddp.share_model, self.ddp.zero) {
+            (true, _) => OptimizerLayout::SharedModel,
+            (false, true) => OptimizerLayout::Partitioned,
+            (false, false) => OptimizerLayout::Replicated,
         }
     }
 

@@ -68,6 +68,7 @@ fn parse(text: &str, command: &Command, flags: &Table) -> Result<Table, String> 
 }
 
 /// Reads the keys and values of a file. The errors of a visitor have the line of what it reads.
+#[derive(Clone, Copy)]
 struct Options<'a> {
     command: &'a Command,
     flags: &'a Table,
@@ -83,11 +84,9 @@ impl<'de> Visitor<'de> for Options<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Table, A::Error> {
-        let Self { command, flags, sections } = self;
         let mut options = Table::new();
-        while let Some(arg) = map.next_key_seed(Key { command, sections })? {
-            let is_overridden = flags.contains_key(arg.get_id().as_str());
-            let value = map.next_value_seed(Checked { command, arg, is_overridden })?;
+        while let Some(arg) = map.next_key_seed(self)? {
+            let value = map.next_value_seed(Checked(self, arg))?;
             if options.insert(arg.get_id().to_string(), value).is_some() {
                 return Err(A::Error::custom(format!("{} is there twice", arg.get_id())));
             }
@@ -97,12 +96,7 @@ impl<'de> Visitor<'de> for Options<'_> {
 }
 
 /// Reads a key.
-struct Key<'a> {
-    command: &'a Command,
-    sections: &'a Table,
-}
-
-impl<'de, 'a> DeserializeSeed<'de> for Key<'a> {
+impl<'de, 'a> DeserializeSeed<'de> for Options<'a> {
     type Value = &'a Arg;
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<&'a Arg, D::Error> {
@@ -115,22 +109,19 @@ impl<'de, 'a> DeserializeSeed<'de> for Key<'a> {
 }
 
 /// Reads a value, and checks it with the parser of its option. As on the command line, a text may be a number.
-struct Checked<'a> {
-    command: &'a Command,
-    arg: &'a Arg,
-    is_overridden: bool,
-}
+struct Checked<'a>(Options<'a>, &'a Arg);
 
 impl<'de> DeserializeSeed<'de> for Checked<'_> {
     type Value = Value;
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Value, D::Error> {
+        let Self(Options { command, flags, .. }, option) = self;
         let value = <Value as serde::Deserialize>::deserialize(from)?;
-        let arg = to_arg(self.arg, &value).map_err(D::Error::custom)?;
-        if self.is_overridden {
+        let arg = to_arg(option, &value).map_err(D::Error::custom)?;
+        if flags.contains_key(option.get_id().as_str()) {
             return Ok(value);
         }
-        let parsed = self.command.clone().try_get_matches_from(arg);
+        let parsed = command.clone().try_get_matches_from(arg);
         parsed.map(|_| value).map_err(|error| D::Error::custom(message(&error)))
     }
 }

@@ -10,30 +10,25 @@ use crate::trainer::Loss;
 const FLOAT: f64 = 4.0;
 
 /// Refuses what takes more `bytes` than this machine has. `what` is the text from the option up to "takes", `remedy`
-/// what the user can do.
+/// what the user can do. A machine that does not say how much it has, has all.
 ///
 /// # Errors
 /// [`Error::Input`] with both sizes.
 pub(crate) fn check_fits(what: &str, bytes: f64, remedy: &str) -> Result<()> {
-    fits(what, bytes, remedy).map_err(Error::usage)
-}
-
-/// Returns what to say of `bytes` that this machine does not have. A machine that does not say has all.
-fn fits(what: &str, bytes: f64, remedy: &str) -> Result<(), String> {
     let Some(total) = total_memory().map(|total| total as f64).filter(|total| bytes > *total)
     else {
         return Ok(());
     };
     let (needed, there) = (gigabytes(bytes), gigabytes(total));
-    Err(format!("{what} {needed}, and this machine has {there}; {remedy}"))
+    Err(Error::usage(format!("{what} {needed}, and this machine has {there}; {remedy}")))
 }
 
 impl Config {
     /// Refuses random data, or a model, that is larger than this machine's memory.
     pub(super) fn validate_memory(&self) -> Result<(), Invalid> {
         let check = |key: &str, what: String, bytes: f64| {
-            let checked = fits(&what, bytes, "use a smaller number");
-            checked.map_err(|problem| Invalid { key: key.to_owned(), problem })
+            let checked = check_fits(&what, bytes, "use a smaller number");
+            checked.map_err(|error| Invalid { key: key.to_owned(), problem: error.to_string() })
         };
         if self.data.dataset == DatasetSpec::RANDOM
             && self.program.dataset.is_none()

@@ -111,16 +111,15 @@ impl Config {
 
     /// Returns `dataset`, and this configuration with its size. A fraction of the samples may be held back.
     fn hold_back(mut self, dataset: Arc<dyn Dataset>, seed: u64) -> Result<(Self, Data)> {
-        let notes = Vec::new();
-        self.data.num_samples = Some(dataset.len() as i64);
-        let Some(fraction) = self.held_back() else {
-            return Ok((self, Data { training: dataset, validation: None, notes }));
-        };
-        let parts = Subset::split(dataset, fraction, seed);
-        let (training, validation) = self.named("val_fraction", parts)?;
+        let (mut training, mut validation) = (dataset, None::<Arc<dyn Dataset>>);
+        if let Some(fraction) = self.held_back() {
+            let parts = Subset::split(training, fraction, seed);
+            let (first, second) = self.named("val_fraction", parts)?;
+            training = Arc::new(first);
+            validation = Some(Arc::new(second));
+        }
         self.data.num_samples = Some(training.len() as i64);
-        let validation: Arc<dyn Dataset> = Arc::new(validation);
-        Ok((self, Data { training: Arc::new(training), validation: Some(validation), notes }))
+        Ok((self, Data { training, validation, notes: Vec::new() }))
     }
 
     /// Returns the program's own data, which `open` opens, and this configuration with its sizes.
@@ -276,7 +275,7 @@ impl Config {
     }
 
     /// Puts the name of the option `key` before an error about its value.
-    fn named<T>(&self, key: &str, result: Result<T>) -> Result<T> {
+    pub(super) fn named<T>(&self, key: &str, result: Result<T>) -> Result<T> {
         result.map_err(|error| error.named(self.name_of(key)))
     }
 }

@@ -34,8 +34,8 @@ impl Config {
         let Some(fault) = &self.launch.inject_fault else { return Ok(()) };
         let samples = self.training.batch_size as u64 * self.ddp.grad_accum_steps;
         let steps = self.steps(world_size).min(self.training.max_steps.unwrap_or(u64::MAX));
-        let named = |problem: String| format!("{}: {problem}", self.name_of("inject_fault"));
-        fault.check(world_size, steps, samples).map_err(|problem| Error::usage(named(problem)))
+        let checked = fault.check(world_size, steps, samples);
+        self.named("inject_fault", checked.map_err(Error::usage))
     }
 
     /// Returns the number of steps that each of `world_size` ranks makes in the whole run.

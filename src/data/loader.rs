@@ -285,7 +285,7 @@ impl DataLoader {
     pub fn epoch_from(&self, epoch: u64, start: usize) -> Result<Batches> {
         let began = Instant::now();
         let indices = self.sampler.indices_from(epoch, start)?;
-        let (batch_size, device) = (self.batch_size, self.device);
+        let batch_size = self.batch_size;
         let (num_batches, waited) = (self.num_batches_from(start), self.waited.clone());
         let source = match (self.workers.zip(self.group.as_ref()), &self.resident) {
             (Some((workers, group)), _) => {
@@ -302,8 +302,6 @@ impl DataLoader {
         let own = self.sampler.num_samples_from(start).div_ceil(batch_size);
         let empty = (own < num_batches).then(|| self.empty()).transpose()?;
         waited.set(waited.get() + began.elapsed());
-        let staging = self.staging.clone();
-        let group = self.group.clone();
         Ok(Batches {
             source,
             next: 0,
@@ -311,9 +309,9 @@ impl DataLoader {
             own,
             empty,
             batch_size,
-            device,
-            staging,
-            group,
+            device: self.device,
+            staging: self.staging.clone(),
+            group: self.group.clone(),
             waited,
         })
     }

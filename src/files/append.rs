@@ -105,25 +105,22 @@ impl Appender {
         }
     }
 
-    /// Writes the row. Returns the number of bytes written, and the error if it is not all of them.
-    fn write_row(&mut self) -> (usize, io::Result<()>) {
-        let mut written = 0;
-        while written < self.row.len() {
-            match self.file.write(&self.row[written..]) {
-                Ok(0) => return (written, Err(ErrorKind::WriteZero.into())),
-                Ok(now) => written += now,
+    /// Writes the row, and counts the bytes in `written`.
+    fn write_row(&mut self, written: &mut usize) -> io::Result<()> {
+        while *written < self.row.len() {
+            match self.file.write(&self.row[*written..]) {
+                Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                Ok(now) => *written += now,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    match wait_for(&self.file, PollFlags::OUT, MAX_LOCK_WAIT) {
-                        Ok(true) => {}
-                        Ok(false) => return (written, Err(stalled())),
-                        Err(error) => return (written, Err(error)),
+                    if !wait_for(&self.file, PollFlags::OUT, MAX_LOCK_WAIT)? {
+                        return Err(stalled());
                     }
                 }
-                Err(error) => return (written, Err(error)),
+                Err(error) => return Err(error),
             }
         }
-        (written, Ok(()))
+        Ok(())
     }
 }
 
@@ -138,7 +135,8 @@ impl Write for Appender {
 
     fn flush(&mut self) -> io::Result<()> {
         let before = self.len()?;
-        let (written, result) = self.write_row();
+        let mut written = 0;
+        let result = self.write_row(&mut written);
         self.row.clear();
         match result {
             // As with stdout: the reader has closed the pipe.

@@ -48,10 +48,7 @@ impl Place {
     /// # Errors
     /// When one cannot be created.
     pub(crate) fn create_folder_of(path: &Path) -> io::Result<()> {
-        match Self::of(path).path.parent() {
-            Some(parent) => fs::create_dir_all(parent),
-            None => Ok(()),
-        }
+        Self::of(path).path.parent().map_or(Ok(()), fs::create_dir_all)
     }
 
     /// Returns the path without links and `..`.

@@ -39,8 +39,7 @@ pub(crate) fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
 /// The errors of [`read_regular`]; also if a pipe sends no data for [`MAX_READ_WAIT`].
 pub(crate) fn read_stream(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut file = open(path)?;
-    let kind = file.metadata()?.file_type();
-    refuse_special(kind)?;
+    refuse_special(file.metadata()?.file_type())?;
     let (mut bytes, mut part) = (Vec::new(), [0; 1 << 12]);
     loop {
         if !wait_for(&file, PollFlags::IN, MAX_READ_WAIT)? {

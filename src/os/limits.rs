@@ -158,21 +158,15 @@ fn open_files() -> String {
 }
 
 fn threads() -> String {
-    let mut known = Vec::new();
-    if let Some(limit) = getrlimit(Resource::Nproc).current {
-        known.push(format!("its user may have {limit} (ulimit -u)"));
-    }
-    if let Some(limit) = getrlimit(Resource::As).current {
-        known.push(format!("it may reserve {limit} bytes of memory (ulimit -v)"));
-    }
-    for (file, whose) in [
-        ("/sys/fs/cgroup/pids.max", "its container (pids.max)"),
-        ("/proc/sys/kernel/threads-max", "the system (kernel.threads-max)"),
-    ] {
-        if let Some(limit) = number_in(file) {
-            known.push(format!("{whose} {limit}"));
-        }
-    }
+    let limits = [
+        ("its user may have", getrlimit(Resource::Nproc).current, " (ulimit -u)"),
+        ("it may reserve", getrlimit(Resource::As).current, " bytes of memory (ulimit -v)"),
+        ("its container (pids.max)", number_in("/sys/fs/cgroup/pids.max"), ""),
+        ("the system (kernel.threads-max)", number_in("/proc/sys/kernel/threads-max"), ""),
+    ];
+    let text =
+        |(whose, limit, unit): (&str, Option<u64>, &str)| Some(format!("{whose} {}{unit}", limit?));
+    let known: Vec<String> = limits.into_iter().filter_map(text).collect();
     let threads = line_in(STATUS, "Threads:").unwrap_or_else(|| "an unknown number of".into());
     let threads = format!("this process has {}", counted(threads, "thread"));
     if known.is_empty() { threads } else { format!("{threads}; {}", known.join(", ")) }

@@ -77,8 +77,7 @@ impl CancelToken {
     /// Removes the calling thread, which is about to end.
     pub(crate) fn deregister(&self) {
         let me = current().id();
-        let mut threads = self.threads.lock();
-        threads.retain(|thread| thread.id() != me);
+        self.threads.lock().retain(|thread| thread.id() != me);
     }
 
     /// Registers events, to be notified when the token trips, for as long as they exist.

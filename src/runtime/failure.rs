@@ -115,12 +115,10 @@ impl fmt::Display for RankFailure {
 /// Lists ranks as `0 (CPU:0) and 1 (CPU:1)`; leaves out the devices of more than four.
 fn list(ranks: &[(usize, String)]) -> String {
     const MAX_LISTED_RANKS: usize = 4;
-    let names: Vec<String> = match ranks {
-        few if few.len() <= MAX_LISTED_RANKS => {
-            few.iter().map(|(rank, on)| format!("{rank} ({on})")).collect()
-        }
-        many => return runs(&many.iter().map(|(rank, _)| *rank).collect::<Vec<_>>()),
-    };
+    if ranks.len() > MAX_LISTED_RANKS {
+        return runs(&ranks.iter().map(|(rank, _)| *rank).collect::<Vec<_>>());
+    }
+    let names: Vec<String> = ranks.iter().map(|(rank, on)| format!("{rank} ({on})")).collect();
     match names.split_last() {
         Some((last, others)) if !others.is_empty() => format!("{} and {last}", others.join(", ")),
         _ => names.concat(),

@@ -35,8 +35,7 @@ pub(crate) type CallSite = &'static Location<'static>;
 
 /// Formats a call site for messages, as ` at src/main.rs:40`; empty if `None`.
 pub(crate) fn format_call_site(call_site: Option<CallSite>) -> String {
-    call_site
-        .map_or(String::new(), |call_site| format!(" at {}:{}", call_site.file(), call_site.line()))
+    call_site.map_or(SourceLine::Unknown, SourceLine::Here).in_message()
 }
 
 /// The part of an entry that is written when the operation begins.

@@ -187,9 +187,8 @@ impl StopRequest {
 
     /// Returns the reason if the run ends after `steps` steps. Called on every rank.
     pub(crate) fn after(&self, steps: u64) -> Option<StopReason> {
-        let last = self.last.load(Ordering::Acquire);
-        let reason = || StopReason::from_repr(self.reason.load(Ordering::Relaxed));
-        if last == 0 || steps < last { None } else { reason() }
+        let StopMessage { last, reason, .. } = self.message();
+        reason.filter(|_| last != 0 && steps >= last)
     }
 }
 

@@ -8,7 +8,7 @@ use crate::ffi::{MappedFile, TorchResult};
 /// The contents of a file. Batches of it are converted later.
 pub(super) struct Array {
     pub tensor: Tensor,
-    /// Whether the numbers are divided by 255 when used as inputs.
+    /// Whether the numbers are divided by 255 when used as inputs, as unsigned bytes are.
     pub is_pixels: bool,
 }
 
@@ -16,11 +16,6 @@ impl Array {
     /// Wraps numbers that are used unchanged.
     pub(super) fn plain(tensor: Tensor) -> Self {
         Self { tensor, is_pixels: false }
-    }
-
-    /// Wraps unsigned bytes, which are pixels if they are inputs.
-    pub(super) fn bytes(tensor: Tensor) -> Self {
-        Self { tensor, is_pixels: true }
     }
 
     /// Returns the numbers of `file` from byte `start` on: a view of the file, or a copy if they are not aligned.
@@ -51,7 +46,7 @@ impl Array {
         let stored = if dtype == Kind::Bool { Kind::Uint8 } else { dtype };
         let view = bytes.and_then(|bytes| bytes.f_view_dtype(stored)?.f_view(&shape[..]));
         let tensor = view.doing("making a tensor of a data file")?;
-        Ok(if dtype == Kind::Uint8 { Self::bytes(tensor) } else { Self::plain(tensor) })
+        Ok(Self { tensor, is_pixels: dtype == Kind::Uint8 })
     }
 }
 

@@ -25,18 +25,11 @@ pub(super) const IDX: Format = Format {
 const TRAINING: &str = "train";
 const VALIDATION: &str = "t10k";
 
-/// All files: the beginning of its name, and its contents.
-const FILES: [(&str, Holds); 4] = [
-    (TRAINING, Holds::Images),
-    (TRAINING, Holds::Labels),
-    (VALIDATION, Holds::Images),
-    (VALIDATION, Holds::Labels),
-];
-
 /// Returns the files that may be read. Also where some are missing: no output may replace the others.
 fn files(location: &str) -> Vec<PathBuf> {
     let folder = folder(location.as_ref()).unwrap_or_else(|_| location.into());
-    FILES.into_iter().filter_map(|(part, holds)| find(&folder, part, holds)).collect()
+    let found = |part| [Holds::Images, Holds::Labels].map(|holds| find(&folder, part, holds));
+    [TRAINING, VALIDATION].into_iter().flat_map(found).flatten().collect()
 }
 
 /// Reads the validation samples. `None` if there are none.
@@ -110,7 +103,8 @@ fn array(path: &Path, holds: Holds) -> Result<Array> {
         let (sizes, num_bytes) = sizes(&shape, 1).map_err(wrong)?;
         let bytes = unpack(unpacked, num_bytes).map_err(wrong)?;
         let tensor = Tensor::f_from_slice(&bytes).and_then(|bytes| bytes.f_view(&sizes[..]));
-        return Ok(Array::bytes(tensor.doing("making a tensor of a data file")?));
+        let tensor = tensor.doing("making a tensor of a data file")?;
+        return Ok(Array { tensor, is_pixels: true });
     }
     let (start, shape) = header(&mut &file[..], holds).map_err(wrong)?;
     let array = Array::mapped(&file, start, Kind::Uint8, &shape)?;

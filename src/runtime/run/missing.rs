@@ -54,9 +54,8 @@ impl RunContext {
         if !silent.is_empty() {
             return silent;
         }
-        let is_of_another_process = |rank: &usize| self.is_elsewhere(*rank);
-        let mut behind: Vec<usize> =
-            members.iter().copied().filter(is_of_another_process).collect();
+        let elsewhere = members.iter().copied().filter(|rank| self.is_elsewhere(*rank));
+        let mut behind: Vec<usize> = elsewhere.collect();
         if let Some(sequence) = sequence {
             let is_group = |group: &u32| self.members(*group).is_some_and(|of| *of == *members);
             let Some(group) = self.known_groups().into_keys().find(is_group) else {

@@ -148,8 +148,7 @@ impl RunContext {
 
     /// Records the ranks of the group with this number.
     pub(crate) fn register_group(&self, group: u32, members: &Arc<[usize]>) {
-        let mut groups = self.groups.lock();
-        groups.entry(group).or_insert_with(|| members.clone());
+        self.groups.lock().entry(group).or_insert_with(|| members.clone());
     }
 
     /// Returns the ranks of a group; `None` if this process has not joined it. Group 0 has all ranks.
