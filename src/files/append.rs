@@ -233,8 +233,8 @@ mod tests {
         let write = |rows: &mut Appender| {
             let before = rows.len().unwrap();
             rows.write_all(b"part of a row").unwrap();
-            let (written, result) = rows.write_row();
-            result.unwrap();
+            let mut written = 0;
+            rows.write_row(&mut written).unwrap();
             rows.row.clear();
             (before, written)
         };

@@ -175,7 +175,8 @@ pub struct RankEnd {
 
 /// Serializes a list for each number of the ranks.
 fn by_rank<S: Serializer>(ranks: &[RankEnd], to: S) -> Result<S::Ok, S::Error> {
-    let numbers: [(&str, fn(&RankEnd) -> Value); 4] = [
+    type OfRank = fn(&RankEnd) -> Value;
+    let numbers: [(_, OfRank); 4] = [
         ("bytes_sent_by_rank", |rank| rank.bytes_sent.into()),
         ("bytes_received_by_rank", |rank| rank.bytes_received.into()),
         ("data_wait_seconds_by_rank", |rank| rank.data_wait_seconds.into()),
