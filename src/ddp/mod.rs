@@ -9,7 +9,7 @@
 //! | `comm_hooks` | averages a bucket as the user says, or compressed |
 //! | `unused`, `active_ranks` | which parameters a step does not use, and which ranks have run out of inputs |
 //! | `reduce_path`, `averaging` | on which stream or thread a bucket is averaged, and how |
-//! | `statistics`, `reducer_state`, `reducer` | measures; reduces each bucket when its gradients are complete |
+//! | `statistics`, `reducer_state`, `reducer` | measures; orders the buckets after the first step; reduces each when its gradients are complete |
 //! | `backward` | one backward pass |
 //! | `no_sync` | gradients that stay on their rank |
 //! | `wrapper` | `DistributedDataParallel` |

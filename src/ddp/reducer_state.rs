@@ -87,7 +87,8 @@ impl ReducerState {
             // The gradients are divided by the number of all ranks.
             if !join.divide_by_initial_world_size {
                 factor = self.group.world_size() as f64 / active as f64;
-                for buffer in &mut self.layout.memory.buffers {
+                let earlier = self.layout.memory.buffers.iter_mut().filter(|_| factor != 1.0);
+                for buffer in earlier {
                     let _ = buffer.gradients.f_mul_scalar_(factor).doing("mul_")?;
                 }
             }

@@ -7,7 +7,7 @@ use std::rc::Rc;
 
 use tch::Tensor;
 
-use super::param_layout::{Arrangement, copy_range, zeros_like};
+use super::param_layout::{Arrangement, copy_range, state_numel, zeros_like};
 use super::parts::{Count, Group, Parts};
 use super::runs::{Runs, runs};
 use super::shared_step::{SharedRanges, on_one_rank, shared_model};
@@ -117,7 +117,11 @@ impl OptimizerState {
     /// Moves the optimizer state to the parameters' current places.
     fn relocate_state(&mut self) -> Result<()> {
         if self.steps().values().all(|&steps| steps == 0) {
-            return self.allocate(); // no parameter has any state yet
+            // No parameter has any state yet. Only with partitions the length of a tensor can change.
+            let lengths = || self.buffers.iter().map(state_numel);
+            let fit = |flats: &[Tensor]| flats.iter().map(Tensor::numel).eq(lengths());
+            let all_fit = self.tensors.iter().all(|(_, flats)| fit(flats));
+            return if all_fit { Ok(()) } else { self.allocate() };
         }
         let now = self.arrangements();
         let relocate = |(buffer, old): (usize, &Tensor)| -> Result<Tensor> {

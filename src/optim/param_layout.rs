@@ -265,15 +265,19 @@ impl Partitions {
     }
 }
 
-/// Returns a state tensor for the parts of a buffer that this rank steps.
-pub(super) fn zeros_like(buffer: &FlatBuffer) -> Result<Tensor> {
-    let arrangement = buffer.layout.now();
-    let numel: usize = match &arrangement.partitions {
+/// Returns how many elements of a buffer this rank steps.
+pub(super) fn state_numel(buffer: &FlatBuffer) -> usize {
+    match &buffer.layout.now().partitions {
         Some(partitions) => partitions.mine().map(|partition| partition.len()).sum(),
         None => buffer.parameters.numel(),
-    };
+    }
+}
+
+/// Returns a state tensor for the parts of a buffer that this rank steps.
+pub(super) fn zeros_like(buffer: &FlatBuffer) -> Result<Tensor> {
     let options = (buffer.parameters.kind(), buffer.parameters.device());
-    Tensor::f_zeros([numel as i64], options).doing("making the optimizer's state")
+    let numel = state_numel(buffer) as i64;
+    Tensor::f_zeros([numel], options).doing("making the optimizer's state")
 }
 
 /// Copies `len` elements of one-dimensional tensors from one place to another.

@@ -39,8 +39,11 @@ impl<M> Callback<M> for Progress {
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, _: &Step) -> Result<()> {
+        if context.group().rank() > 0 {
+            return Ok(());
+        }
         let elapsed = self.began.elapsed();
-        if context.group().rank() == 0 && elapsed >= self.next {
+        if elapsed >= self.next {
             // Whether there is a bar takes a system call to find out.
             self.next = elapsed + interval(elapsed, self.printer.shows_progress());
             let (step, steps) = (context.state.step, context.total_steps());
