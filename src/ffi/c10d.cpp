@@ -248,12 +248,17 @@ char* ddp_gloo_start(ProcessGroupGloo* group, const Call* call, Done done, void*
       // These operations have no future, and no thread of libtorch waits for them. (reduce_scatter is an all_reduce
       // whose wait() copies a part of the result.) Without a timeout, they take that with which the group has connected.
       auto timeout = group->getOptions()->timeout;
-      std::thread([work = std::move(work), done, context, timeout]() mutable {
+      auto wait = [work = std::move(work), done, context, timeout]() mutable {
         char* message = guarded([&] { work->wait(timeout); });
         work.reset();
         done(context, message);
         free(message);
-      }).detach();
+      };
+      try {
+        std::thread(std::move(wait)).detach();
+      } catch (const std::system_error& error) {
+        throw std::runtime_error(std::string("no thread can be started to wait for it: ") + error.what());
+      }
       return;
     }
     work->getFuture()->addCallback([done, context](c10::ivalue::Future& future) {

@@ -50,7 +50,7 @@ impl RunView for Live {
         let source = Box::new(move || snapshot(&run));
         let view = LiveView::start(&self.printer, title, labels, stop, source);
         let view = view.map_err(|error| {
-            self.printer.report(&format!("--live: the terminal cannot be used: {error}"));
+            self.printer.report(&format!("--live: {error}"));
         });
         *self.shown.lock() = Some(view.ok()?);
         Some(Box::new(ended))

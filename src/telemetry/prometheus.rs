@@ -177,6 +177,11 @@ impl PrometheusFile {
         let run = in_quotes(&self.run);
         let kind = if name.ends_with("_total") { "counter" } else { "gauge" };
         let line = |(labels, value): (String, f64)| {
+            let value = match value {
+                f64::INFINITY => "+Inf".into(),
+                f64::NEG_INFINITY => "-Inf".into(),
+                finite => finite.to_string(),
+            };
             format!("ddpmp_{name}{{run=\"{run}\"{labels}}} {value}\n")
         };
         let lines: String = samples.into_iter().map(line).collect();
@@ -264,7 +269,7 @@ mod tests {
         for (name, value) in [
             ("steps_total", "20"),
             ("epoch", "1"),
-            ("loss", "inf"),
+            ("loss", "+Inf"),
             ("learning_rate", "0.000001"),
             ("gradient_norm", "NaN"),
             ("step_seconds", "0.00025"),

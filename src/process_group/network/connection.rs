@@ -27,7 +27,8 @@ use crate::process_group::local::{self, Host, HostGroup, Mailboxes};
 use crate::runtime::{Deadline, RunContext, StopRequest, format_call_site};
 
 /// More than this many bytes may not fit into a socket. Gloo's all_to_all begins to send before it asks for what it
-/// receives. Its request waits behind such a part, and the parts of two processes cross one after the other.
+/// receives. Its request waits behind such a part, and the parts of two processes cross one after the other. With more
+/// processes it is used all the same, because it ends at once if any of them is lost.
 const SOCKET_BYTES: usize = 64 << 10;
 
 /// The state of a group of several processes that the ranks of one process share.

@@ -55,7 +55,8 @@ impl LiveView {
         stop: Option<Arc<StopRequest>>,
         source: Snapshots,
     ) -> io::Result<Self> {
-        let screen = Screen::enter(printer)?;
+        let unusable = |error| io::Error::other(format!("the terminal cannot be used: {error}"));
+        let screen = Screen::enter(printer).map_err(unusable)?;
         let feed = printer.open_live();
         let (last, closes) = (Arc::<OnceLock<_>>::default(), Arc::<AtomicBool>::default());
         let view = View {
@@ -157,11 +158,10 @@ impl View {
         let mut was_ours = true;
         while !self.is_over() {
             let began = Instant::now();
-            self.refresh();
             // In the background, after Ctrl-Z and `bg`, the terminal is the shell's.
             if !terminal::is_ours() {
                 was_ours = false;
-                if self.state.has_ended {
+                if self.last.get().is_some() {
                     return Ok(()); // nobody could press a key
                 }
                 thread::park_timeout(FRAMES.0);
@@ -170,6 +170,7 @@ impl View {
             if !std::mem::replace(&mut was_ours, true) {
                 screen.clear()?;
             }
+            self.refresh();
             screen.terminal.draw(|frame| draw(frame, &self.state, self.theme))?;
             let next = (began.elapsed() * FRAME_SHARE).clamp(FRAMES.0, FRAMES.1);
             self.wait(&mut screen, next)?;

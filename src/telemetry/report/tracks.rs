@@ -90,8 +90,9 @@ impl<'a> Tracks<'a> {
 fn place(places: &mut Vec<String>, line: &SourceLine) -> i64 {
     let SourceLine::Here(_) = line else { return -1 };
     let name = line.to_string();
-    if !places.contains(&name) {
-        places.push(name.clone());
-    }
-    places.iter().position(|place| *place == name).map_or(-1, |index| index as i64)
+    let index = places.iter().position(|place| *place == name).unwrap_or_else(|| {
+        places.push(name);
+        places.len() - 1
+    });
+    index as i64
 }

@@ -1,7 +1,7 @@
 //! The messages with one other process that are under way, and the frames that wait to be written to it.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::io::{self, IoSlice};
+use std::io::{self, ErrorKind, IoSlice};
 use std::net::TcpStream;
 use std::sync::Arc;
 
@@ -112,8 +112,13 @@ impl Peer {
 
     /// Writes nothing more: the connection has ended, with an error or because the other process has closed it.
     pub(super) fn give_up(&mut self, error: Option<&io::Error>) {
-        let failed = |error: &io::Error| format!("{}: {error}", self.address);
-        let reason = error.map_or_else(|| LEFT.into(), failed);
+        let has_left = |error: &&io::Error| {
+            matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset)
+        };
+        let reason = match error.filter(|error| !has_left(error)) {
+            Some(error) => format!("{}: {error}", self.address),
+            None => LEFT.into(),
+        };
         self.unreachable.get_or_insert((Instant::now(), reason));
         self.outbox.clear();
     }

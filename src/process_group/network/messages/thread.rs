@@ -38,7 +38,7 @@ pub(super) const GREETING_TIME: Duration = Duration::from_secs(10);
 /// How long to wait for the connection of a process that has closed this one: what it sent before it left may still arrive.
 /// Once its connection is there, the end of that decides, unless nothing arrives for longer.
 const GRACE: Duration = Duration::from_secs(1);
-const SILENT_GRACE: Duration = Duration::from_secs(10);
+const SILENT_GRACE: Duration = Duration::from_secs(60);
 
 impl Connections {
     /// Starts the thread that accepts and writes, unless it has started. It ends when the group is dropped and all of its
