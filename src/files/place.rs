@@ -48,7 +48,10 @@ impl Place {
     /// # Errors
     /// When one cannot be created.
     pub(crate) fn create_folder_of(path: &Path) -> io::Result<()> {
-        Self::of(path).path.parent().map_or(Ok(()), fs::create_dir_all)
+        match Self::of(path).path.parent() {
+            Some(parent) => fs::create_dir_all(parent),
+            None => Ok(()),
+        }
     }
 
     /// Returns the path without links and `..`.
