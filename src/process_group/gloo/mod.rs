@@ -144,6 +144,9 @@ impl RankBackend for GlooBackend {
         self.traffic = parts.traffic(process_map);
         let (buffers, mine) = (self.packer.buffers, process_map.mine);
         let mut sources = sources(buffers, mine, &parts, 0);
+        if call.operation == Operation::AllReduce && !sliced {
+            sources[mine] = buffers.send; // the part to another process, which is the same
+        }
         if sliced {
             let slice = my_slice(numel, mine, process_map.len());
             let part = my_slice(slice.len(), self.slot.rank(), process_map.here().len());

@@ -76,7 +76,12 @@ impl Packer {
                 }
             }
             Operation::AllReduce | Operation::Reduce => {
-                let receivers = (0..process_map.len()).filter(|&process| parts.to[process] > 0);
+                // The parts of an all_reduce are equal: this process needs none of its own.
+                let needs_own = call.operation == Operation::Reduce;
+                let is_receiver = |&process: &usize| {
+                    parts.to[process] > 0 && (needs_own || process != process_map.mine)
+                };
+                let receivers = (0..process_map.len()).filter(is_receiver);
                 let to = &mut receivers.map(|process| part(process, 0));
                 add(0, 0..call.inputs[0].numel(), to);
             }
