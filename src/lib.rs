@@ -118,7 +118,7 @@
 //! | [`ffi`] | what `tch` lacks |
 //! | [`os`] | signals, limits and the exit of the process |
 //! | `files` | what a user names is opened without waiting, and appended to in whole rows |
-//! | `runtime` | who does what, who failed first, and the cancellable barrier |
+//! | `runtime` | who does what, who failed first, and what wakes ranks that wait |
 //! | [`records`] | plain data that a run measures |
 //! | `error` | the errors, and which rank to suspect |
 //! | `operation` | the operations that errors and traces name, and what each collective moves |

@@ -115,7 +115,7 @@ pub struct End {
     /// What each rank did, rank 0 first. The event has a list for each number.
     #[serde(flatten, serialize_with = "by_rank")]
     pub ranks: Vec<RankEnd>,
-    /// The rank that the others waited for, on CPUs only; `None` if they did not wait long.
+    /// The rank that the others waited for; `None` if they did not wait long.
     pub straggler: Option<Straggler>,
     /// Peak memory of the process, with all its ranks; `None` where the system does not report it.
     pub peak_memory_bytes: Option<u64>,
@@ -125,8 +125,8 @@ pub struct End {
     pub scale: Option<f64>,
     /// The validation with the smallest loss; `None` without validation.
     pub best: Option<ValidationMetrics>,
-    /// Why the run ended before its last epoch: `SIGINT`, `SIGTERM`, `SIGUSR1`, `max-seconds`, `max-steps`, `patience`,
-    /// `live view`, `callback`. `None` if it did not.
+    /// Why the run ended before its last epoch: `SIGINT`, `SIGTERM`, `SIGHUP`, `SIGUSR1`, `max-seconds`, `max-steps`,
+    /// `patience`, `live view`, `callback`. `None` if it did not.
     pub stopped: Option<&'static str>,
     /// Reasons for the restarts by `--max-restarts`, the first one first.
     #[serde(skip_serializing_if = "Vec::is_empty")]

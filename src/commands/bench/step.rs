@@ -61,8 +61,8 @@ impl StepTimes {
 /// The number of warm-up steps, which are not measured.
 const WARM_UP: usize = 20;
 
-/// Trains as `config` says for `steps` steps, and prints the time of one. Also prints its forecast on `cluster`, if
-/// given. One rank is then measured, unless `config` has a number of ranks.
+/// Trains as `config` says for `steps` steps, and prints the time of one. Also prints its forecast on the
+/// cluster of `--simulate-cluster`, if `config` has one. One rank is then measured, unless `config` has a number of ranks.
 ///
 /// # Errors
 /// As [`train`](super::super::train), and [`Error::Input`] for options that the cluster does not model.

@@ -44,7 +44,7 @@ pub enum LaunchChoice {
     Torchrun,
     /// srun, of Slurm.
     Slurm,
-    /// mpirun: Open MPI, MPICH, Intel MPI, Cray PALS.
+    /// mpirun and the like: Open MPI, MPICH, Intel MPI, Cray PALS, MVAPICH, jsrun, Flux.
     Mpi,
     /// Kubeflow, for a `PyTorchJob`, or variables like its own.
     Kubernetes,

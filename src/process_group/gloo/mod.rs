@@ -11,7 +11,7 @@
 //!
 //! Below, "process" means a host, or a process that shares no memory.
 //!
-//! A large all_reduce goes out in slices: each process reduces one slice of all, and then all exchange the results.
+//! A large all_reduce of three processes or more goes out in slices: each process reduces one slice of all, and then all exchange the results.
 //! Parts of several processes are added in process order, so the same run gives the same bits each time. With one rank
 //! per process these are the bits of `threaded`. With more, each process first reduces the tensors of its own ranks.
 //! Sums and products of float16 and bfloat16 then travel in float32, and are narrowed once, at the end.

@@ -60,7 +60,7 @@ struct Connections {
     listener: MessageListener,
     /// Connections that have not greeted, the oldest first.
     strangers: Mutex<Vec<Stranger>>,
-    /// Whether the threads have started, and whether they end once all messages have gone.
+    /// Whether the thread that accepts and writes has started, and whether it ends once all messages have gone.
     has_started: AtomicBool,
     is_leaving: AtomicBool,
 }
