@@ -196,7 +196,9 @@ impl Session {
         let Self { config, joined_launch, printer, .. } = self;
         let (tensorboard, metrics) =
             (config.output.tensorboard.as_deref(), config.output.metrics.as_deref());
-        metrics.map_or(Ok(()), MetricsFile::check)?; // before any file is created
+        if let Some(metrics) = metrics {
+            MetricsFile::check(metrics)?; // before any file is created
+        }
         start_point.open_folder(config)?;
         let mut logger = MetricsLogger::new(printer, tensorboard, metrics)?;
         if start_point.checkpoint_dir.is_some() {

@@ -87,8 +87,10 @@ impl MetricsLogger {
         if self.continues {
             self.board(|board| board.purge_from(done + 1))?;
         }
-        let begin = |file: &Arc<PrometheusFile>| file.write(|latest| latest.first_step = done);
-        self.prometheus.as_ref().map_or(Ok(()), begin)
+        match &self.prometheus {
+            Some(file) => file.write(|latest| latest.first_step = done),
+            None => Ok(()),
+        }
     }
 
     /// Writes training metrics.
@@ -154,8 +156,8 @@ impl MetricsLogger {
 
     /// Writes to TensorBoard's file, if there is one.
     fn board(&mut self, write: impl FnOnce(&mut TensorBoard) -> io::Result<()>) -> Result<()> {
-        let written = self.tensorboard.as_mut().map_or(Ok(()), write);
-        written.map_err(|error| output_failed("--tensorboard", &error))
+        let Some(board) = &mut self.tensorboard else { return Ok(()) };
+        write(board).map_err(|error| output_failed("--tensorboard", &error))
     }
 
     fn draw(&self, add: impl FnOnce(&mut Curves)) {
@@ -179,7 +181,9 @@ impl MetricsLogger {
 
     /// Writes a row, and all that is pending: a run that is killed keeps every row written so far.
     fn row(&mut self, event: &str, metrics: &impl Serialize) -> Result<()> {
-        self.metrics.as_mut().map_or(Ok(()), |file| file.row(event, metrics))?;
+        if let Some(file) = &mut self.metrics {
+            file.row(event, metrics)?;
+        }
         self.board(TensorBoard::flush)
     }
 }

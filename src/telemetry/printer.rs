@@ -175,7 +175,10 @@ impl Printer {
         if let (LogFormat::Text, Some(loss)) = (self.format, loss) {
             self.info(&format!("epoch {number}: loss {loss:.6}"));
         }
-        validation.map_or(Ok(()), |metrics| self.event(&Event::Validation(metrics)))
+        match validation {
+            Some(metrics) => self.event(&Event::Validation(metrics)),
+            None => Ok(()),
+        }
     }
 
     /// Prints the reports of epochs that not all ranks finished.
