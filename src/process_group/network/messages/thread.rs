@@ -57,7 +57,10 @@ impl Connections {
     ///
     /// # Errors
     /// [`Error::Input`] if the system refuses it.
-    pub(super) fn thread(self: &Arc<Self>, work: impl FnOnce(&Arc<Self>) + Send + 'static) -> Result<()> {
+    pub(super) fn thread(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Arc<Self>) + Send + 'static,
+    ) -> Result<()> {
         let me = self.clone();
         let work = move || {
             CpuList::unbind_this_thread();
