@@ -27,7 +27,7 @@ pub(crate) struct Live {
 /// The view, while it is shown.
 pub(crate) type ShownView = Arc<Mutex<Option<LiveView>>>;
 
-/// The end of a run's ranks, which its view is told of when this is dropped.
+/// A guard that tells the view how the ranks have ended, when it is dropped.
 struct EndRanks(ShownView, Arc<RunContext>);
 
 impl Drop for EndRanks {

@@ -180,11 +180,13 @@ impl FlightRecorder {
     /// Records when the GPU of `rank` started and finished the work that an entry's operation launched.
     pub(crate) fn note_gpu(&self, rank: usize, span: SpanId, times: [Duration; 2]) {
         let entry = self.ranks[rank].entry(span.index, self.keeps);
+        // A newer entry may have overwritten this one, now or meanwhile: these are not its times.
         if entry.index.load(Ordering::Relaxed) == span.index + 1 {
+            entry.on_gpu_index.store(0, Ordering::Relaxed);
+            std::sync::atomic::fence(Ordering::Release);
             for (on_gpu, time) in entry.on_gpu.iter().zip(times) {
                 on_gpu.store(nanos(time), Ordering::Relaxed);
             }
-            // A newer entry may have overwritten this one meanwhile: these are not its times.
             entry.on_gpu_index.store(span.index + 1, Ordering::Release);
         }
     }
@@ -231,7 +233,8 @@ impl Ring {
         let (amount, call_site) = (entry.amount.load(Ordering::Relaxed), entry.call_site.load());
         let started_at = entry.started_at.load(Ordering::Relaxed);
         let finished_at = entry.finished_at.load(Ordering::Acquire);
-        let has_gpu_times = entry.on_gpu_index.load(Ordering::Acquire) == index + 1;
+        let has_gpu_times = |order| entry.on_gpu_index.load(order) == index + 1;
+        let had_gpu_times = has_gpu_times(Ordering::Acquire);
         let on_gpu = entry.on_gpu.each_ref().map(|time| time.load(Ordering::Relaxed));
         std::sync::atomic::fence(Ordering::Acquire);
         if entry.index.load(Ordering::Relaxed) != index + 1 {
@@ -247,7 +250,8 @@ impl Ring {
             on_comm_thread: marks & 1 == 1,
             started_at: Duration::from_nanos(started_at),
             finished_at: (finished_at > 0).then(|| Duration::from_nanos(finished_at)),
-            on_gpu: has_gpu_times.then(|| on_gpu.map(Duration::from_nanos)),
+            on_gpu: (had_gpu_times && has_gpu_times(Ordering::Relaxed))
+                .then(|| on_gpu.map(Duration::from_nanos)),
         })
     }
 }

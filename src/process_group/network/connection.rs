@@ -272,8 +272,9 @@ impl Network {
         let send = cut(send, begin, &to)?;
         let receive = cut(receive, 0, &from)?;
         let (inputs, outputs) = (&[&send], &[&receive]);
-        let peer = 1 - self.map.mine.min(1);
-        if self.map.len() == 2 && send.numel().min(receive.numel()) > SOCKET_BYTES {
+        let is_large = send.numel().min(receive.numel()) > SOCKET_BYTES;
+        let mut others = self.others();
+        if is_large && let (Some(peer), None) = (others.next(), others.next()) {
             let receive = GlooCall { peer, outputs, ..GlooCall::default() };
             let send = GlooCall { peer, inputs, ..GlooCall::default() };
             return self.call_gloo(call, &[(Operation::Recv, receive), (Operation::Send, send)]);
