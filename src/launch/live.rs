@@ -2,14 +2,13 @@
 
 use std::any::Any;
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use super::RunView;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{RankStatus, RunContext, StopRequest};
-use crate::telemetry::{LiveView, Printer, RankSnapshot, RunSnapshot};
+use crate::telemetry::{LiveView, Printer, RankSnapshot, RunSnapshot, Source};
 
 /// The number of newest entries that a snapshot reads: of all ranks together, and the limits for each.
 const ENTRIES: usize = 4096;
@@ -67,18 +66,17 @@ fn snapshot(run: &RunContext) -> RunSnapshot {
         if !run.local_ranks.contains(&rank) {
             let Some((status, age)) = run.remote_snapshots.heartbeat(rank, now) else {
                 let at = OpId { operation: Operation::Start, sequence: 0 };
-                return RankSnapshot { at, ops: Vec::new(), age: None };
+                return RankSnapshot { at, ops: Vec::new(), source: Source::Unknown };
             };
             let RankStatus { at, seen: ops } = status;
-            let age = age.max(Duration::from_nanos(1)); // zero is that of a rank of this process
-            return RankSnapshot { at, ops, age: Some(age) };
+            return RankSnapshot { at, ops, source: Source::Heartbeat(age) };
         }
         let newest = recorder.entries(rank, recorder.count(rank).saturating_sub(entries));
         let lasting = newest.filter(|op| op.at.operation != Operation::Gradient);
         let at = run.activity[rank].now();
         // As of `now`: the ranks are read one after the other.
         let ops = lasting.filter_map(|op| op.seen_at(now)).collect();
-        RankSnapshot { at, ops, age: Some(Duration::ZERO) }
+        RankSnapshot { at, ops, source: Source::Direct }
     };
     RunSnapshot {
         now,

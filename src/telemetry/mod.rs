@@ -35,7 +35,7 @@ pub(crate) use held_output::{HeldOutput, Stream};
 pub use language::Language;
 pub(crate) use language::filled;
 #[cfg(feature = "cli")]
-pub(crate) use live::{LiveView, RankSnapshot, RunSnapshot};
+pub(crate) use live::{LiveView, RankSnapshot, RunSnapshot, Source};
 pub(crate) use memory::gigabytes;
 pub use memory::{peak_memory, total_memory};
 pub(crate) use metrics::MetricsFile;

@@ -217,7 +217,7 @@ mod tests {
     use crate::operation::{OpId, Operation};
     use crate::records::TrainMetrics;
     use crate::runtime::OpEntry;
-    use crate::telemetry::live::snapshot::{RankSnapshot, RunSnapshot};
+    use crate::telemetry::live::snapshot::{RankSnapshot, RunSnapshot, Source};
 
     /// Rank 1 is late: the others wait for it in all_reduce #2.
     fn snapshot(ranks: usize) -> RunSnapshot {
@@ -238,7 +238,7 @@ mod tests {
                 ops.push(op(Operation::AllReduce, 2, Some(0), 110, None));
             }
             let at = OpId { operation: Operation::UserCode, sequence: 0 };
-            RankSnapshot { at, ops, age: Some(Duration::ZERO) }
+            RankSnapshot { at, ops, source: Source::Direct }
         };
         RunSnapshot {
             now: Duration::from_millis(200),

@@ -5,7 +5,7 @@ use std::time::Duration;
 use ratatui::style::Color;
 use strum::{EnumIter, IntoStaticStr};
 
-use super::snapshot::{HEARTBEAT, RankSnapshot, RunSnapshot};
+use super::snapshot::{HEARTBEAT, RankSnapshot, RunSnapshot, Source};
 use crate::operation::Operation;
 use crate::runtime::OpEntry;
 
@@ -89,7 +89,7 @@ const LASTING_ELSEWHERE: Duration = Duration::from_secs(2);
 
 /// Returns the lane of `rank`.
 pub(super) fn lane(snapshot: &RunSnapshot, rank: usize) -> Lane {
-    let RankSnapshot { at, ops, age } = &snapshot.ranks[rank];
+    let RankSnapshot { at, ops, source } = &snapshot.ranks[rank];
     let has_failed = snapshot.failed == Some(rank);
     let mut phase = if has_failed { Phase::Failed } else { Phase::of(at.operation) };
     if matches!(phase, Phase::Failed | Phase::Ended) {
@@ -116,16 +116,17 @@ pub(super) fn lane(snapshot: &RunSnapshot, rank: usize) -> Lane {
         doing = format!("after {last}");
         since = last.finished_at;
     }
-    let Some(age) = *age else {
-        return Lane { phase: Phase::Unknown, text: "no heartbeat yet".into() };
+    let (age, lasting) = match *source {
+        Source::Direct => (None, LASTING),
+        Source::Heartbeat(age) => (Some(age), LASTING_ELSEWHERE),
+        Source::Unknown => return Lane { phase: Phase::Unknown, text: "no heartbeat yet".into() },
     };
-    let lasting = if age.is_zero() { LASTING } else { LASTING_ELSEWHERE };
-    if age > 6 * HEARTBEAT {
+    if age.is_some_and(|age| age > 6 * HEARTBEAT) {
         phase = Phase::Unknown;
     }
     let since = since.map(|since| snapshot.now.saturating_sub(since));
     let since = since.filter(|since| *since >= lasting);
-    let age = Some(age).filter(|age| !age.is_zero() && (since.is_none() || *age >= lasting));
+    let age = age.filter(|age| since.is_none() || *age >= lasting);
     let age = age.map_or(String::new(), |age| format!("{:.1} s ago: ", age.as_secs_f64()));
     let since = since.map_or(String::new(), |since| format!(" {:.1} s", since.as_secs_f64()));
     let text = match &waits_for[..] {

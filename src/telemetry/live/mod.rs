@@ -10,5 +10,5 @@ mod snapshot;
 mod state;
 mod view;
 
-pub(crate) use snapshot::{RankSnapshot, RunSnapshot};
+pub(crate) use snapshot::{RankSnapshot, RunSnapshot, Source};
 pub(crate) use view::LiveView;

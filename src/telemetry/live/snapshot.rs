@@ -28,9 +28,18 @@ pub(crate) struct RankSnapshot {
     pub at: OpId,
     /// Oldest first.
     pub ops: Vec<OpEntry>,
-    /// The age of the heartbeat from which the operations are known; `None` before the first. Zero for a rank of this
-    /// process, whose operations are known at once.
-    pub age: Option<Duration>,
+    pub source: Source,
+}
+
+/// How the operations of a rank are known.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Source {
+    /// At once.
+    Direct,
+    /// From a heartbeat of this age.
+    Heartbeat(Duration),
+    /// Not at all: there is no heartbeat yet.
+    Unknown,
 }
 
 /// The interval between heartbeats: a status from one may be this old when it is read.
@@ -41,12 +50,18 @@ impl RunSnapshot {
     pub(super) fn missing(&self, op: &OpEntry) -> Vec<usize> {
         let Some(collective) = collective(op) else { return Vec::new() };
         let is_missing = |rank: &usize| {
-            let Some(RankSnapshot { ops, age: Some(age), .. }) = self.ranks.get(*rank) else {
+            let Some(RankSnapshot { ops, source, .. }) = self.ranks.get(*rank) else {
                 return false;
             };
-            // A heartbeat from before the wait says nothing about it.
-            let heard = self.now.saturating_sub(age.saturating_add(HEARTBEAT));
-            (age.is_zero() || heard >= op.started_at) && !has_entered(ops, collective)
+            let is_known = match source {
+                Source::Direct => true,
+                // A heartbeat from before the wait says nothing about it.
+                Source::Heartbeat(age) => {
+                    self.now.saturating_sub(age.saturating_add(HEARTBEAT)) >= op.started_at
+                }
+                Source::Unknown => false,
+            };
+            is_known && !has_entered(ops, collective)
         };
         let members = self.groups.get(&collective.0).into_iter().flat_map(|members| members.iter());
         members.copied().filter(is_missing).collect()
@@ -69,7 +84,7 @@ mod tests {
 
     fn snapshot(now: u64, ranks: Vec<Vec<OpEntry>>) -> RunSnapshot {
         let at = OpId { operation: Operation::UserCode, sequence: 0 };
-        let rank = |ops| RankSnapshot { at, ops, age: Some(Duration::ZERO) };
+        let rank = |ops| RankSnapshot { at, ops, source: Source::Direct };
         let groups = [(0, (0..ranks.len()).collect())].into();
         let ranks = ranks.into_iter().map(rank).collect();
         RunSnapshot { now: Duration::from_millis(now), ranks, groups, failed: None }
@@ -86,7 +101,7 @@ mod tests {
     fn heartbeat_from_before_a_wait_does_not_name_a_rank() {
         let mut snapshot =
             snapshot(1000, vec![vec![all_reduce(7, 800, None)], vec![all_reduce(3, 1, None)]]);
-        snapshot.ranks[1].age = Some(Duration::from_millis(100));
+        snapshot.ranks[1].source = Source::Heartbeat(Duration::from_millis(100));
         assert!(snapshot.missing(&snapshot.ranks[0].ops[0]).is_empty());
         snapshot.now = Duration::from_millis(2000);
         assert_eq!(snapshot.missing(&snapshot.ranks[0].ops[0]), [1]);
