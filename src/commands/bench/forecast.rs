@@ -7,7 +7,7 @@ use std::io;
 use serde::Serialize;
 
 use super::step::StepTimes;
-use super::table::{self, Column, numbers, text};
+use super::table::{self, Column};
 use crate::process_group::SimulatedCluster;
 use crate::telemetry::Printer;
 
@@ -97,15 +97,15 @@ pub(super) fn print(
 }
 
 const COLUMNS: [Column<Row>; 9] = [
-    numbers("nodes", "", 6, |row| row.nodes.to_string()),
-    numbers("ranks", "", 7, |row| row.world_size.to_string()),
-    text("all_reduce", 13, |row| row.all_reduce.clone()),
-    numbers("step", "(us)", 11, |row| format!("{:.1}", row.us_per_step)),
-    numbers("samples", "(1/s)", 11, |row| format!("{:.0}", row.samples_per_second)),
-    numbers("efficiency", "(%)", 11, |row| format!("{:.1}", 100.0 * row.efficiency)),
-    numbers("reduction", "(us)", 11, |row| format!("{:.1}", row.communication_us)),
-    numbers("exposed", "(us)", 10, |row| format!("{:.1}", row.exposed_us)),
-    numbers("hidden", "(%)", 7, |row| {
+    ("nodes", "", 6, |row| row.nodes.to_string()),
+    ("ranks", "", 7, |row| row.world_size.to_string()),
+    ("all_reduce   ", "", 15, |row| format!("  {:<13}", row.all_reduce)), // aligned on the left
+    ("step", "(us)", 11, |row| format!("{:.1}", row.us_per_step)),
+    ("samples", "(1/s)", 11, |row| format!("{:.0}", row.samples_per_second)),
+    ("efficiency", "(%)", 11, |row| format!("{:.1}", 100.0 * row.efficiency)),
+    ("reduction", "(us)", 11, |row| format!("{:.1}", row.communication_us)),
+    ("exposed", "(us)", 10, |row| format!("{:.1}", row.exposed_us)),
+    ("hidden", "(%)", 7, |row| {
         row.hidden.map_or("-".into(), |share| format!("{:.1}", 100.0 * share))
     }),
 ];

@@ -30,7 +30,7 @@ pub(super) use bench_case::bus_factor;
 pub use scaling::bench_scaling;
 use sorted::Sorted;
 pub use step::bench_step;
-use table::{Column, numbers};
+use table::Column;
 
 /// The most iterations of one size.
 const MOST_ITERS: u64 = 1_000_000;
@@ -283,14 +283,14 @@ fn head(flags: &BenchFlags, group: &ProcessGroup) -> String {
 }
 
 const COLUMNS: [Column<Row>; 8] = [
-    numbers("size", "(B)", 10, |row| row.bytes.to_string()),
-    numbers("count", "(elem.)", 9, |row| row.count.to_string()),
-    numbers("type", "", 9, |row| row.dtype.into()),
-    numbers("redop", "", 8, |row| row.reduce_op.clone().unwrap_or("none".into())),
-    numbers("time", "(us)", 9, |row| microseconds(row.time_us)),
-    numbers("algbw", "GB/s", 7, |row| format!("{:.2}", row.algbw)),
-    numbers("busbw", "GB/s", 7, |row| format!("{:.2}", row.busbw)),
-    numbers("wrong", "", 6, |row| row.wrong.to_string()),
+    ("size", "(B)", 10, |row| row.bytes.to_string()),
+    ("count", "(elem.)", 9, |row| row.count.to_string()),
+    ("type", "", 9, |row| row.dtype.into()),
+    ("redop", "", 8, |row| row.reduce_op.clone().unwrap_or("none".into())),
+    ("time", "(us)", 9, |row| microseconds(row.time_us)),
+    ("algbw", "GB/s", 7, |row| format!("{:.2}", row.algbw)),
+    ("busbw", "GB/s", 7, |row| format!("{:.2}", row.busbw)),
+    ("wrong", "", 6, |row| row.wrong.to_string()),
 ];
 
 /// Formats a time with at most two decimals, and with fewer if it is long: eight characters hold up to 99 s.

@@ -14,7 +14,7 @@ use tch::Device;
 use super::note_if_busy;
 use super::sorted::Sorted;
 use super::step::{StepTimes, step_on};
-use super::table::{self, Column, numbers};
+use super::table::{self, Column};
 use crate::config::Config;
 use crate::data::Dataset;
 use crate::error::{Error, counted};
@@ -200,14 +200,14 @@ fn measure(
 }
 
 const COLUMNS: [Column<Row>; 8] = [
-    numbers("scaling", "", 8, |row| row.scaling.to_string()),
-    numbers("ranks", "", 7, |row| row.world_size.to_string()),
-    numbers("threads", "a rank", 9, |row| row.threads_per_rank.to_string()),
-    numbers("batch", "a rank", 8, |row| row.batch_size.to_string()),
-    numbers("step", "(us)", 12, |row| format!("{:.1}", row.us_per_step)),
-    numbers("samples", "(1/s)", 12, |row| format!("{:.0}", row.samples_per_second)),
-    numbers("efficiency", "(%)", 12, |row| format!("{:.1}", 100.0 * row.efficiency)),
-    numbers("speed-up", "(times)", 10, |row| format!("{:.2}", row.speedup)),
+    ("scaling", "", 8, |row| row.scaling.to_string()),
+    ("ranks", "", 7, |row| row.world_size.to_string()),
+    ("threads", "a rank", 9, |row| row.threads_per_rank.to_string()),
+    ("batch", "a rank", 8, |row| row.batch_size.to_string()),
+    ("step", "(us)", 12, |row| format!("{:.1}", row.us_per_step)),
+    ("samples", "(1/s)", 12, |row| format!("{:.0}", row.samples_per_second)),
+    ("efficiency", "(%)", 12, |row| format!("{:.1}", 100.0 * row.efficiency)),
+    ("speed-up", "(times)", 10, |row| format!("{:.2}", row.speedup)),
 ];
 
 fn print(
