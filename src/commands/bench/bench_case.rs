@@ -84,39 +84,34 @@ impl OpTensors<'_> {
         // With multiples of the world size, the average is a whole number.
         let averages = self.op.moves().reduces && self.reduce_op == ReduceOp::Avg;
         let factor = if averages { self.group.world_size() as f64 } else { 1. };
-        let number = |i: i64| {
+        [0, 1, 2].map(|i: i64| {
             let higher = (rank as i64 + start + i) % 3 == 0;
             (least + f64::from(u8::from(higher))) * factor
-        };
-        [number(0), number(1), number(2)]
+        })
     }
 
     /// Returns the patterns of all ranks from element `start` on, reduced.
     fn reduced(&self, start: i64) -> Pattern {
         let world_size = self.group.world_size();
-        let column = |i: usize| (0..world_size).map(move |rank| self.pattern(rank, start)[i]);
-        let bits = |f: fn(i64, i64) -> i64| move |a: f64, b: f64| f(a as i64, b as i64) as f64;
-        let reduce = |i: usize| {
-            let numbers = column(i);
-            let reduced = match self.reduce_op {
-                ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum(_) => {
-                    numbers.reduce(|a, b| a + b)
-                }
-                ReduceOp::Product => numbers.reduce(|a, b| a * b),
-                ReduceOp::Min => numbers.reduce(f64::min),
-                ReduceOp::Max => numbers.reduce(f64::max),
-                ReduceOp::Band => numbers.reduce(bits(|a, b| a & b)),
-                ReduceOp::Bor => numbers.reduce(bits(|a, b| a | b)),
-                ReduceOp::Bxor => numbers.reduce(bits(|a, b| a ^ b)),
-            };
-            let factor = match self.reduce_op {
-                ReduceOp::Avg => 1. / world_size as f64,
-                ReduceOp::PremulSum(factor) => factor,
-                _ => 1.,
-            };
-            reduced.unwrap_or(0.) * factor
+        let bits = |f: fn(i64, i64) -> i64, a: f64, b: f64| f(a as i64, b as i64) as f64;
+        let reduce = |a: f64, b: f64| match self.reduce_op {
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum(_) => a + b,
+            ReduceOp::Product => a * b,
+            ReduceOp::Min => a.min(b),
+            ReduceOp::Max => a.max(b),
+            ReduceOp::Band => bits(|a, b| a & b, a, b),
+            ReduceOp::Bor => bits(|a, b| a | b, a, b),
+            ReduceOp::Bxor => bits(|a, b| a ^ b, a, b),
         };
-        [reduce(0), reduce(1), reduce(2)]
+        let factor = match self.reduce_op {
+            ReduceOp::Avg => 1. / world_size as f64,
+            ReduceOp::PremulSum(factor) => factor,
+            _ => 1.,
+        };
+        [0, 1, 2].map(|i: usize| {
+            let numbers = (0..world_size).map(|rank| self.pattern(rank, start)[i]);
+            numbers.reduce(reduce).unwrap_or(0.) * factor
+        })
     }
 }
 

@@ -114,22 +114,16 @@ const MIN_MEASURED: Duration = Duration::from_millis(250);
 /// [`Error::Input`] when this operation can't run here, [`SpawnError`](crate::SpawnError) when a rank failed, and an
 /// error for wrong results.
 pub fn bench(flags: BenchFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
-    let check = |placement: &Placement| {
-        let world_size = placement.devices.len();
-        flags.check(world_size)?;
-        match placement.devices[0] {
-            Device::Cpu => flags.check_memory(world_size),
-            _ => Ok(()),
-        }
-    };
     let (command, ranks) = (format!("{flags:?}"), flags.ranks.clone());
     let (of_ranks, to) = (flags.clone(), printer.clone());
     let on_rank = move |rank: &Rank, backend| bench_on(rank, backend, &of_ranks, &to);
-    ranks.run(&command, cuda, printer, check, on_rank)
+    ranks.run(&command, cuda, printer, |placement| flags.check(placement), on_rank)
 }
 
 impl BenchFlags {
-    fn check(&self, world_size: usize) -> Result<()> {
+    /// Refuses flags that do not fit each other, and tensors that this machine's memory cannot hold.
+    fn check(&self, placement: &Placement) -> Result<()> {
+        let world_size = placement.devices.len();
         let refuse = |why: String| Err(Error::usage(why));
         if let Some(operation) = self.op.reduction() {
             self.reduce_op.check_kind(operation, self.dtype)?;
@@ -146,11 +140,9 @@ impl BenchFlags {
         if self.max_bytes > 1 << 40 {
             return refuse(format!("--max-bytes {}: use at most 1T", self.max_bytes));
         }
-        Ok(())
-    }
-
-    /// Refuses tensors that this machine's memory cannot hold.
-    fn check_memory(&self, world_size: usize) -> Result<()> {
+        if placement.devices[0] != Device::Cpu {
+            return Ok(());
+        }
         let largest = self.max_bytes / self.dtype.elt_size_in_bytes() as u64;
         let numel = bench_case::count(self.op, largest, world_size) as usize;
         let tensors = self.op.tensors(world_size) * num_bytes(self.dtype, numel) as f64;
@@ -180,8 +172,7 @@ fn bench_on(
 ) -> anyhow::Result<()> {
     let group = rank.init_process_group(backend)?;
     let leads = rank.rank() == 0;
-    let mut total = (0, 0.0, 0);
-    let mut spreads = Vec::new();
+    let (mut busbw, mut wrong, mut spreads) = (0.0, 0, Vec::new());
     if leads {
         table::print_lines(printer, &head(flags, &group))?;
     }
@@ -191,7 +182,7 @@ fn bench_on(
         let times = measure(flags, &mut case, &group)?;
         let time = times.median();
         spreads.push(times.spread());
-        let wrong = reduced(&group, &Tensor::from(case.check()?), ReduceOp::Sum)?.int64_value(&[]);
+        let wrong_here = reduced(&group, &Tensor::from(case.check()?), ReduceOp::Sum)?;
         let bytes = case.bytes();
         let algbw = bytes as f64 / time / 1e9;
         let row = Row {
@@ -203,17 +194,16 @@ fn bench_on(
             time_us: time * 1e6,
             algbw,
             busbw: algbw * bus_factor(flags.op, rank.world_size()),
-            wrong,
+            wrong: wrong_here.int64_value(&[]),
         };
-        total = (total.0 + 1, total.1 + row.busbw, total.2 + wrong);
+        (busbw, wrong) = (busbw + row.busbw, wrong + row.wrong);
         if leads {
             table::print_row(printer, &COLUMNS, &row)?;
         }
     }
-    let (rows, busbw, wrong) = total;
     if leads {
         let verdict = if wrong == 0 { "OK" } else { "FAILED" };
-        let average = busbw / f64::from(rows);
+        let average = busbw / spreads.len() as f64;
         let foot = format!("# wrong values: {wrong} {verdict}\n# average busbw: {average:.3} GB/s");
         table::print_lines(printer, &foot)?;
         let spread = Sorted::new(spreads).median();

@@ -144,10 +144,19 @@ pub(super) fn step_on(
         return Ok(None);
     }
     let times = &times.borrow()[WARM_UP..];
-    let us =
-        |seconds: fn(&TimedStep) -> f64| Sorted::new(times.iter().map(|step| seconds(step) * 1e6));
-    let totals = us(|step| step.total);
-    let backward_us = us(|step| step.backward).median();
+    let totals = Sorted::new(times.iter().map(|step| step.total * 1e6));
+    let us = |seconds: fn(&PhaseSeconds) -> f64| {
+        let parts = times.iter().map(|TimedStep { phases: [earlier, later], .. }| {
+            (seconds(later) - seconds(earlier)) * 1e6
+        });
+        Sorted::new(parts).median()
+    };
+    let forward: fn(&PhaseSeconds) -> f64 = if config.is_data_parallel() {
+        |phases| phases.step + phases.data + phases.forward
+    } else {
+        |phases| phases.step + phases.forward
+    };
+    let backward_us = us(|phases| phases.backward);
     let shares = |bucket: usize| Sorted::new(times.iter().map(|step| step.complete[bucket]));
     let bucket_complete_us = |bucket| shares(bucket).median().min(1.0) * backward_us;
     Ok(Some(StepTimes {
@@ -159,10 +168,10 @@ pub(super) fn step_on(
         us_min: totals.smallest(),
         us_max: totals.largest(),
         us_per_step: totals.median(),
-        forward_us: us(|step| step.forward).median(),
+        forward_us: us(forward),
         backward_us,
-        communication_us: us(|step| step.communication).median(),
-        optimizer_us: us(|step| step.optimizer).median(),
+        communication_us: us(|phases| phases.collectives),
+        optimizer_us: us(|phases| phases.optimizer),
         bucket_bytes: trainer.ddp().statistics().bucket_bytes,
         bucket_complete_us: (0..times[0].complete.len()).map(bucket_complete_us).collect(),
     }))
@@ -171,11 +180,8 @@ pub(super) fn step_on(
 /// The times of one step, in seconds.
 struct TimedStep {
     total: f64,
-    forward: f64,
-    /// Autograd alone.
-    backward: f64,
-    communication: f64,
-    optimizer: f64,
+    /// The rank's time in each phase before the step, and after it.
+    phases: [PhaseSeconds; 2],
     /// When each bucket is complete, as a share of backward.
     complete: Vec<f64>,
 }
@@ -229,20 +235,11 @@ impl<M> Callback<M> for StepTimer {
         let backward = on_host.backward - self.on_host.backward;
         let share = |time: Option<Duration>| time.map_or(1.0, |time| time.as_secs_f64() / backward);
         let complete = context.ddp().bucket_times().into_iter().map(share).collect();
-        let (earlier, later) = match (self.on_gpu, group.gpu_seconds()) {
-            (Some(earlier), Some(later)) => (earlier, later.phases),
-            _ => (self.on_host, on_host),
+        let phases = match (self.on_gpu, group.gpu_seconds()) {
+            (Some(earlier), Some(later)) => [earlier, later.phases],
+            _ => [self.on_host, on_host],
         };
-        let part = |seconds: fn(&PhaseSeconds) -> f64| seconds(&later) - seconds(&earlier);
-        let data = if self.is_scattered { part(|phases| phases.data) } else { 0.0 };
-        self.times.borrow_mut().push(TimedStep {
-            total,
-            forward: part(|phases| phases.step + phases.forward) + data,
-            backward: part(|phases| phases.backward),
-            communication: part(|phases| phases.collectives),
-            optimizer: part(|phases| phases.optimizer),
-            complete,
-        });
+        self.times.borrow_mut().push(TimedStep { total, phases, complete });
         self.begin(group);
         Ok(())
     }
