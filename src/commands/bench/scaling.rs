@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use serde::Serialize;
 use serde_with::SerializeDisplay;
 use strum::Display;
@@ -88,7 +88,7 @@ pub fn bench_scaling(
     if config.ddp.grad_accum_steps > 1 || config.launch.spawn == SpawnChoice::Processes {
         let problem = "bench scaling measures steps of one batch, with ranks as threads; remove grad_accum_steps and \
                        spawn from the file";
-        return Err(Error::usage(problem.into()).into());
+        bail!(Error::usage(problem.into()));
     }
     let (backend, bind) = (config.launch.backend, config.launch.bind);
     let place = |nproc| place_ranks(nproc, backend, bind, cuda);
@@ -103,11 +103,10 @@ pub fn bench_scaling(
     let (batch_size, samples) = (config.training.batch_size, data.training.len());
     let batch_of_all = batch_size.saturating_mul(ranks);
     if batch_of_all > samples {
-        return Err(Error::usage(format!(
+        bail!(Error::usage(format!(
             "--batch-size: {ranks} ranks with {batch_size} samples each need more than the {samples} samples of the \
              data; use a smaller batch, fewer ranks or more samples"
-        ))
-        .into());
+        )));
     }
     // Each case with the one rank of as many threads, and the one of all cores. On GPUs threads do not matter.
     let on_gpu = placement.devices[0] != Device::Cpu;

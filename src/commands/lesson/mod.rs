@@ -10,7 +10,7 @@ mod texts;
 
 use std::io::Write;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use clap::Args;
 use strum::IntoEnumIterator;
 use textwrap::core::display_width;
@@ -65,11 +65,10 @@ pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
         if flags.solution {
             return print(printer, &[paragraph(&texts.measured), paragraph(&texts.why)].concat());
         }
-        return Err(Error::usage(format!(
+        bail!(Error::usage(format!(
             "--answer: lesson {id} has no check. {} Compare yours with ddp-mp lesson {id} --solution",
             texts.measured
-        ))
-        .into());
+        )));
     };
     let answer = flags.answer.as_ref().map(|answer| form.parse(answer)).transpose();
     let answer =
