@@ -8,11 +8,8 @@ mod checks;
 mod lessons;
 mod texts;
 
-use std::io::Write;
-
 use anyhow::{Context, bail};
 use clap::Args;
-use strum::IntoEnumIterator;
 use textwrap::core::display_width;
 
 use crate::config::name;
@@ -20,7 +17,7 @@ use crate::error::Error;
 use crate::session::AlreadyReported;
 use crate::telemetry::{Language, Printer, filled, paragraph};
 use answer::Answer;
-use lessons::Check;
+use lessons::{Check, LESSONS};
 use texts::{Catalog, Texts, Words};
 
 pub use lessons::Lesson;
@@ -57,7 +54,7 @@ pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
         return print(printer, &list(&catalog));
     };
     let (id, words, texts) = (lesson.id(), &catalog.words, catalog.texts(lesson));
-    let check = lesson.check();
+    let check = lesson.check;
     if flags.answer.is_none() && !flags.solution {
         return print(printer, &question(lesson, check, &catalog));
     }
@@ -93,21 +90,20 @@ pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
 }
 
 fn print(printer: &Printer, lines: &[String]) -> anyhow::Result<()> {
-    let write = |out: &mut dyn Write| lines.iter().try_for_each(|line| writeln!(out, "{line}"));
-    Ok(printer.lines(write)?)
+    Ok(printer.line(&lines.join("\n"))?)
 }
 
 /// Returns all lessons, by chapter: what to type, the title, and what one learns.
 fn list(catalog: &Catalog) -> Vec<String> {
-    let id_width = Lesson::iter().map(|lesson| lesson.id().len()).max().unwrap_or(0);
-    let titles = Lesson::iter().map(|lesson| display_width(&catalog.texts(lesson).title));
+    let id_width = LESSONS.iter().map(|lesson| lesson.id().len()).max().unwrap_or(0);
+    let titles = LESSONS.iter().map(|lesson| display_width(&catalog.texts(*lesson).title));
     let title_width = titles.max().unwrap_or(0);
     let mut lines = Vec::new();
-    for lesson in Lesson::iter() {
+    for lesson in LESSONS {
         let Texts { chapter, title, learn, .. } = catalog.texts(lesson);
         lines.extend(chapter.clone());
         let gap = " ".repeat(title_width - display_width(title));
-        let note = if lesson.check().is_some() { "" } else { &catalog.words.unchecked };
+        let note = if lesson.check.is_some() { "" } else { &catalog.words.unchecked };
         lines.push(format!("  {:id_width$}  {title}{gap}  {learn}{note}", lesson.id()));
     }
     lines.extend([String::new(), catalog.words.how.clone()]);
@@ -149,6 +145,8 @@ fn shown(answer: &Answer, words: &Words) -> String {
 
 #[cfg(test)]
 mod tests {
+    use strum::IntoEnumIterator;
+
     use super::*;
 
     #[test]
@@ -158,7 +156,10 @@ mod tests {
             let Texts { title, learn, task, hint, measured, why, .. } = catalog.texts(lesson);
             [title, learn, task, hint, measured, why].map(String::clone)
         };
-        for lesson in Lesson::iter() {
+        for language in Language::iter() {
+            assert_eq!(Catalog::new(language).lessons.len(), LESSONS.len(), "{language}");
+        }
+        for lesson in LESSONS {
             let english = texts(Language::En, lesson);
             assert!(english.iter().all(|text| !text.is_empty() && text.is_ascii()), "{english:?}");
             for language in Language::iter().filter(|language| *language != Language::En) {

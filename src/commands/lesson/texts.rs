@@ -56,7 +56,8 @@ pub(super) struct Words {
 #[serde(deny_unknown_fields)]
 pub(super) struct Catalog {
     pub words: Words,
-    lessons: BTreeMap<Lesson, Texts>,
+    /// By the names of the lessons.
+    pub lessons: BTreeMap<String, Texts>,
 }
 
 impl Catalog {
@@ -66,7 +67,7 @@ impl Catalog {
 
     /// Returns the texts of a lesson.
     pub(super) fn texts(&self, lesson: Lesson) -> &Texts {
-        &self.lessons[&lesson]
+        &self.lessons[lesson.name]
     }
 
     /// Returns the heading of a lesson.
