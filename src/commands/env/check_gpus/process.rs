@@ -29,10 +29,10 @@ pub(super) fn asked_for() -> Option<Check> {
 ///
 /// # Errors
 /// [`Error::Input`] when no process or thread can be started.
-pub(super) fn run(check: &Check, switch: Option<&str>, printer: &Printer) -> Result<Found> {
+pub(super) fn run(check: Check, switch: Option<&str>, printer: &Printer) -> Result<Found> {
     let watched = this_program().and_then(|mut command| {
         command.args(std::env::args_os().skip(1));
-        command.env(CHECK, serde_json::to_string(check)?);
+        command.env(CHECK, serde_json::to_string(&check)?);
         command.envs(switch.map(|switch| (switch, "1")));
         watch(command, printer)
     });
