@@ -49,7 +49,7 @@ pub struct LessonFlags {
 /// [`Error::Input`] when the answer has another form than the exercise asks for, or when no run can check it;
 /// [`AlreadyReported`] when it is wrong; the failure of a run; and an error when stdout can't be written.
 pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
-    let catalog = Catalog::new(flags.language);
+    let catalog: Catalog = flags.language.texts("course");
     let Some(lesson) = flags.lesson else {
         return print(printer, &list(&catalog));
     };
@@ -113,7 +113,7 @@ fn list(catalog: &Catalog) -> Vec<String> {
 /// Returns the exercise of `lesson`, and how to answer it.
 fn question(lesson: Lesson, check: Option<Check>, catalog: &Catalog) -> Vec<String> {
     let (id, words, texts) = (lesson.id(), &catalog.words, catalog.texts(lesson));
-    let mut lines = vec![catalog.heading(lesson)];
+    let mut lines = vec![filled(&words.heading, &[("id", &id), ("title", &texts.title)])];
     if let Some(program) = lesson.program() {
         lines.push(format!("  {}examples/{program}.rs", words.program));
         lines.push(format!("  {}cargo run --release --example {program}", words.run));
@@ -152,12 +152,13 @@ mod tests {
     #[test]
     fn every_lesson_has_texts_in_every_language() {
         let texts = |language, lesson| {
-            let catalog = Catalog::new(language);
+            let catalog: Catalog = language.texts("course");
             let Texts { title, learn, task, hint, measured, why, .. } = catalog.texts(lesson);
             [title, learn, task, hint, measured, why].map(String::clone)
         };
         for language in Language::iter() {
-            assert_eq!(Catalog::new(language).lessons.len(), LESSONS.len(), "{language}");
+            let catalog: Catalog = language.texts("course");
+            assert_eq!(catalog.lessons.len(), LESSONS.len(), "{language}");
         }
         for lesson in LESSONS {
             let english = texts(Language::En, lesson);
@@ -174,7 +175,7 @@ mod tests {
     #[test]
     fn lines_of_the_list_fit_into_100_columns() {
         for language in Language::iter() {
-            for line in list(&Catalog::new(language)) {
+            for line in list(&language.texts("course")) {
                 assert!(display_width(&line) <= 100, "{line}");
             }
         }

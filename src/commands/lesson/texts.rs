@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 
 use super::lessons::Lesson;
-use crate::telemetry::{Language, filled};
 
 /// The texts of a lesson.
 #[derive(Debug, Deserialize)]
@@ -48,7 +47,7 @@ pub(super) struct Words {
     /// How to go on from the list.
     pub how: String,
     /// The heading of a lesson, which has a number or a name.
-    heading: String,
+    pub heading: String,
 }
 
 /// All texts in one language.
@@ -61,18 +60,8 @@ pub(super) struct Catalog {
 }
 
 impl Catalog {
-    pub(super) fn new(language: Language) -> Self {
-        language.texts("course")
-    }
-
     /// Returns the texts of a lesson.
     pub(super) fn texts(&self, lesson: Lesson) -> &Texts {
         &self.lessons[lesson.name]
-    }
-
-    /// Returns the heading of a lesson.
-    pub(super) fn heading(&self, lesson: Lesson) -> String {
-        let title = &self.texts(lesson).title;
-        filled(&self.words.heading, &[("id", &lesson.id()), ("title", title)])
     }
 }
