@@ -65,7 +65,13 @@ impl RanksFlags {
         check: impl FnOnce(&Placement) -> Result<()>,
         f: impl Fn(&Rank, Backend) -> anyhow::Result<()> + Send + Sync + 'static,
     ) -> anyhow::Result<()> {
-        let config = self.config();
+        let mut config = Config::default();
+        config.launch.nproc_per_node = self.nproc_per_node;
+        config.launch.spawn = self.spawn;
+        config.launch.shared_memory = self.shared_memory;
+        config.launch.backend = self.backend;
+        config.launch.bind = self.bind;
+        config.launch.timeout = self.timeout;
         let launch = Launch::from_env(&config.launch_options(), cuda)?;
         if launch.kind != LaunchKind::Spawned {
             refuse_launcher(&launch)?;
@@ -83,17 +89,5 @@ impl RanksFlags {
             Ok(None)
         });
         ended.map(drop)
-    }
-
-    /// Returns the configuration of a launch with these ranks.
-    fn config(&self) -> Config {
-        let mut config = Config::default();
-        config.launch.nproc_per_node = self.nproc_per_node;
-        config.launch.spawn = self.spawn;
-        config.launch.shared_memory = self.shared_memory;
-        config.launch.backend = self.backend;
-        config.launch.bind = self.bind;
-        config.launch.timeout = self.timeout;
-        config
     }
 }

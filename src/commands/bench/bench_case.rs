@@ -95,6 +95,7 @@ impl OpTensors<'_> {
         let world_size = self.group.world_size();
         let bits = |f: fn(i64, i64) -> i64, a: f64, b: f64| f(a as i64, b as i64) as f64;
         let reduce = |a: f64, b: f64| match self.reduce_op {
+            // No flag gives a factor.
             ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum(_) => a + b,
             ReduceOp::Product => a * b,
             ReduceOp::Min => a.min(b),
@@ -103,11 +104,8 @@ impl OpTensors<'_> {
             ReduceOp::Bor => bits(|a, b| a | b, a, b),
             ReduceOp::Bxor => bits(|a, b| a ^ b, a, b),
         };
-        let factor = match self.reduce_op {
-            ReduceOp::Avg => 1. / world_size as f64,
-            ReduceOp::PremulSum(factor) => factor,
-            _ => 1.,
-        };
+        let averages = self.reduce_op == ReduceOp::Avg;
+        let factor = if averages { 1. / world_size as f64 } else { 1. };
         [0, 1, 2].map(|i: usize| {
             let numbers = (0..world_size).map(|rank| self.pattern(rank, start)[i]);
             numbers.reduce(reduce).unwrap_or(0.) * factor

@@ -16,7 +16,6 @@ use super::sorted::Sorted;
 use super::step::{StepTimes, step_on};
 use super::table::{self, Column};
 use crate::config::Config;
-use crate::data::Dataset;
 use crate::error::{Error, counted};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Nproc, Placement, Spawn, SpawnChoice};
@@ -125,14 +124,25 @@ pub fn bench_scaling(
             compared.push((scaling, [case, alike, one]));
         }
     }
+    // Returns the times of the steps of a case.
+    let measure = |case: &Case| -> anyhow::Result<StepTimes> {
+        let mut placement = place(Nproc::Count(case.ranks))?;
+        placement.threads_per_rank = case.threads_per_rank;
+        let mut config = config.clone();
+        config.launch.nproc_per_node = Nproc::Count(case.ranks);
+        config.training.batch_size = case.batch_size;
+        config.validate_for(case.ranks)?;
+        let spawn = configure(Spawn::at(&placement), &config, printer);
+        let (backend, dataset) = (placement.backend, data.training.clone());
+        let times = spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps))?;
+        times.into_iter().flatten().next().context("rank 0 has no times")
+    };
     let cases = compared.iter().flat_map(|(_, cases)| *cases);
     let mut measured: BTreeMap<Case, Vec<StepTimes>> =
         cases.map(|case| (case, Vec::new())).collect();
     for _ in 0..repetitions {
         for (case, times) in &mut measured {
-            let mut placement = place(Nproc::Count(case.ranks))?;
-            placement.threads_per_rank = case.threads_per_rank;
-            times.push(measure(case, &placement, &config, &data.training, steps, printer)?);
+            times.push(measure(case)?);
         }
     }
     let sorted = |times: &Vec<StepTimes>| Sorted::new(times.iter().map(|step| step.us_per_step));
@@ -177,25 +187,6 @@ fn numbers_of_ranks(most: usize) -> Vec<usize> {
     numbers.retain(|&n| n < most);
     numbers.push(most);
     numbers
-}
-
-/// Returns the times of the steps of a case.
-fn measure(
-    case: &Case,
-    placement: &Placement,
-    config: &Config,
-    dataset: &Arc<dyn Dataset>,
-    steps: usize,
-    printer: &Arc<Printer>,
-) -> anyhow::Result<StepTimes> {
-    let mut config = config.clone();
-    config.launch.nproc_per_node = Nproc::Count(case.ranks);
-    config.training.batch_size = case.batch_size;
-    config.validate_for(case.ranks)?;
-    let spawn = configure(Spawn::at(placement), &config, printer);
-    let (backend, dataset) = (placement.backend, dataset.clone());
-    let times = spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps))?;
-    times.into_iter().flatten().next().context("rank 0 has no times")
 }
 
 const COLUMNS: [Column<Row>; 8] = [
