@@ -116,7 +116,7 @@ const MIN_MEASURED: Duration = Duration::from_millis(250);
 pub fn bench(flags: BenchFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
     let (command, ranks) = (format!("{flags:?}"), flags.ranks.clone());
     let (of_ranks, to) = (flags.clone(), printer.clone());
-    let on_rank = move |rank: &Rank, backend| bench_on(rank, backend, &of_ranks, &to);
+    let on_rank = move |rank: &Rank, backend| of_ranks.run(rank, backend, &to);
     ranks.run(&command, cuda, printer, |placement| flags.check(placement), on_rank)
 }
 
@@ -161,56 +161,52 @@ impl BenchFlags {
         counts.dedup();
         counts
     }
-}
 
-/// Measures and checks all sizes on one rank. Rank 0 prints.
-fn bench_on(
-    rank: &Rank,
-    backend: Backend,
-    flags: &BenchFlags,
-    printer: &Printer,
-) -> anyhow::Result<()> {
-    let group = rank.init_process_group(backend)?;
-    let leads = rank.rank() == 0;
-    let (mut busbw, mut wrong, mut spreads) = (0.0, 0, Vec::new());
-    if leads {
-        table::print_lines(printer, &head(flags, &group))?;
-    }
-    for count in flags.sizes(rank.world_size()) {
-        let mut case =
-            OpTensors::new(flags.op, flags.reduce_op, count as i64, flags.dtype, &group)?;
-        let times = measure(flags, &mut case, &group)?;
-        let time = times.median();
-        spreads.push(times.spread());
-        let wrong_here = reduced(&group, &Tensor::from(case.check()?), ReduceOp::Sum)?;
-        let bytes = case.bytes();
-        let algbw = bytes as f64 / time / 1e9;
-        let row = Row {
-            op: bench_case::name(flags.op),
-            bytes,
-            count,
-            dtype: dtype_name(flags.dtype),
-            reduce_op: flags.op.reduction().map(|_| flags.reduce_op.to_string()),
-            time_us: time * 1e6,
-            algbw,
-            busbw: algbw * bus_factor(flags.op, rank.world_size()),
-            wrong: wrong_here.int64_value(&[]),
-        };
-        (busbw, wrong) = (busbw + row.busbw, wrong + row.wrong);
+    /// Measures and checks all sizes on one rank. Rank 0 prints.
+    fn run(&self, rank: &Rank, backend: Backend, printer: &Printer) -> anyhow::Result<()> {
+        let group = rank.init_process_group(backend)?;
+        let leads = rank.rank() == 0;
+        let (mut busbw, mut wrong, mut spreads) = (0.0, 0, Vec::new());
         if leads {
-            table::print_row(printer, &COLUMNS, &row)?;
+            table::print_lines(printer, &head(self, &group))?;
         }
+        for count in self.sizes(rank.world_size()) {
+            let mut case =
+                OpTensors::new(self.op, self.reduce_op, count as i64, self.dtype, &group)?;
+            let times = measure(self, &mut case, &group)?;
+            let time = times.median();
+            spreads.push(times.spread());
+            let wrong_here = reduced(&group, &Tensor::from(case.check()?), ReduceOp::Sum)?;
+            let bytes = case.bytes();
+            let algbw = bytes as f64 / time / 1e9;
+            let row = Row {
+                op: bench_case::name(self.op),
+                bytes,
+                count,
+                dtype: dtype_name(self.dtype),
+                reduce_op: self.op.reduction().map(|_| self.reduce_op.to_string()),
+                time_us: time * 1e6,
+                algbw,
+                busbw: algbw * bus_factor(self.op, rank.world_size()),
+                wrong: wrong_here.int64_value(&[]),
+            };
+            (busbw, wrong) = (busbw + row.busbw, wrong + row.wrong);
+            if leads {
+                table::print_row(printer, &COLUMNS, &row)?;
+            }
+        }
+        if leads {
+            let verdict = if wrong == 0 { "OK" } else { "FAILED" };
+            let mean = busbw / spreads.len() as f64;
+            let foot =
+                format!("# wrong values: {wrong} {verdict}\n# average busbw: {mean:.3} GB/s");
+            table::print_lines(printer, &foot)?;
+            let spread = Sorted::new(spreads).median();
+            note_if_busy("at half of the sizes the slowest round took over", spread, printer);
+        }
+        anyhow::ensure!(wrong == 0, "{wrong} elements of the results were wrong");
+        Ok(())
     }
-    if leads {
-        let verdict = if wrong == 0 { "OK" } else { "FAILED" };
-        let average = busbw / spreads.len() as f64;
-        let foot = format!("# wrong values: {wrong} {verdict}\n# average busbw: {average:.3} GB/s");
-        table::print_lines(printer, &foot)?;
-        let spread = Sorted::new(spreads).median();
-        note_if_busy("at half of the sizes the slowest round took over", spread, printer);
-    }
-    anyhow::ensure!(wrong == 0, "{wrong} elements of the results were wrong");
-    Ok(())
 }
 
 /// The largest ratio of slow to fast measurements of the same work on an otherwise idle machine.

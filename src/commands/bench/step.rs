@@ -1,7 +1,7 @@
 //! `ddp-mp bench step`: the time of a training step, and of its parts.
 
 use std::cell::RefCell;
-use std::io;
+use std::io::{self, Write};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -56,6 +56,26 @@ impl StepTimes {
         let bytes = self.bucket_bytes.iter().map(|&bytes| bytes as f64);
         bytes.zip(self.bucket_complete_us.iter().copied())
     }
+
+    /// Writes the times for people: the medians of `steps` steps.
+    fn write(&self, steps: usize, on_cpu: bool, out: &mut dyn Write) -> io::Result<()> {
+        let Self { model, batch_size: batch, world_size, .. } = self;
+        let (ranks, on) = (counted(world_size, "rank"), if on_cpu { "" } else { " on GPUs" });
+        writeln!(out, "# {model}, batch {batch}, {ranks}{on}: medians of {steps} steps, in us")?;
+        if !on_cpu {
+            writeln!(out, "# the parts are the GPU's times; the rest of a step is the host's")?;
+        }
+        let lines = [
+            ("step", self.us_per_step),
+            ("  forward", self.forward_us),
+            ("  backward", self.backward_us),
+            ("  communication", self.communication_us),
+            ("  optimizer", self.optimizer_us),
+            ("fastest", self.us_min),
+            ("slowest", self.us_max),
+        ];
+        lines.iter().try_for_each(|(name, us)| writeln!(out, "{name:<16}{us:>10.1}"))
+    }
 }
 
 /// The number of warm-up steps, which are not measured.
@@ -104,7 +124,7 @@ pub fn bench_step(
             let times = step_on(rank, backend, &config, &data.training, steps.max(1))?;
             let Some(times) = times else { return Ok(()) };
             let on_cpu = rank.device() == Device::Cpu;
-            printer.result(&times, |out| write_text(&times, steps, on_cpu, out))?;
+            printer.result(&times, |out| times.write(steps, on_cpu, out))?;
             note_if_busy("the median step took", times.us_per_step / times.us_min, &printer);
             if let Some(cluster) = &config.ddp.simulate_cluster {
                 let after = config.ddp.find_unused_parameters || config.ddp.static_graph;
@@ -243,28 +263,4 @@ impl<M> Callback<M> for StepTimer {
         self.begin(group);
         Ok(())
     }
-}
-
-fn write_text(
-    times: &StepTimes,
-    steps: usize,
-    on_cpu: bool,
-    out: &mut dyn io::Write,
-) -> io::Result<()> {
-    let StepTimes { model, batch_size, world_size, .. } = times;
-    let (ranks, on) = (counted(world_size, "rank"), if on_cpu { "" } else { " on GPUs" });
-    writeln!(out, "# {model}, batch {batch_size}, {ranks}{on}: medians of {steps} steps, in us")?;
-    if !on_cpu {
-        writeln!(out, "# the parts are the GPU's times; the rest of a step is the host's")?;
-    }
-    let lines = [
-        ("step", times.us_per_step),
-        ("  forward", times.forward_us),
-        ("  backward", times.backward_us),
-        ("  communication", times.communication_us),
-        ("  optimizer", times.optimizer_us),
-        ("fastest", times.us_min),
-        ("slowest", times.us_max),
-    ];
-    lines.iter().try_for_each(|(name, us)| writeln!(out, "{name:<16}{us:>10.1}"))
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 
-use super::read::{Lines, Record};
+use super::read::{Lines, Ranks, Record};
 use crate::error::{Error, Result};
 use crate::telemetry::{RecordedStep, RecordedTensor, StepOfRank, TensorHash};
 
@@ -180,11 +180,7 @@ impl<'a> Comparison<'a> {
     }
 
     /// Compares one stage of a step. Returns `None` if one of the records has nothing to compare.
-    fn stage(
-        &self,
-        stage: Stage,
-        [a, b]: [&BTreeMap<usize, RecordedStep>; 2],
-    ) -> Option<Difference> {
+    fn stage(&self, stage: Stage, [a, b]: [&Ranks; 2]) -> Option<Difference> {
         let ranks = if self.has_same_ranks() {
             self.records[0].header.world_size
         } else {
