@@ -40,11 +40,9 @@ impl Versions {
     /// has.
     pub(crate) fn find(program: &Program, cuda: &Cuda) -> Self {
         let found = if cuda.usable() > 0 { find_nccl() } else { Ok(None) };
-        let (nccl, nccl_problem) = match found {
-            Ok(nccl) => (nccl, None),
-            Err(error) => (None, Some(error.to_string())),
-        };
-        let (nccl, nccl_file) = nccl.map(|NcclLibrary { version, file }| (version, file)).unzip();
+        let nccl_problem = found.as_ref().err().map(ToString::to_string);
+        let nccl = found.ok().flatten().map(|NcclLibrary { version, file }| (version, file));
+        let (nccl, nccl_file) = nccl.unzip();
         Self {
             program: program
                 .is_own()

@@ -61,7 +61,7 @@ pub(super) fn demo() -> anyhow::Result<Found> {
     let samples = 4096u64.div_ceil(3);
     let last_batch = (samples - 1) % 32 + 1;
     let numbers = json!({ "samples": samples, "steps": steps, "last_batch": last_batch });
-    Ok(Found::new(Answer::Whole(vec![steps]), &numbers))
+    Ok((Answer::Whole(vec![steps]), numbers))
 }
 
 pub(super) fn update() -> anyhow::Result<Found> {
@@ -73,7 +73,7 @@ pub(super) fn update() -> anyhow::Result<Found> {
     let [before, gradient, after] = ["before", "average", "parameter"]
         .map(|it| kept[&format!("{it}.weight")].double_value(&[0, 18]));
     let [b, g, a] = [format!("{before:.8}"), format!("{gradient:.6}"), format!("{after:.8}")];
-    Ok(Found::new(Answer::Decimal(after), &json!({ "before": b, "gradient": g, "after": a })))
+    Ok((Answer::Decimal(after), json!({ "before": b, "gradient": g, "after": a })))
 }
 
 pub(super) fn batch() -> anyhow::Result<Found> {
@@ -90,14 +90,14 @@ pub(super) fn batch() -> anyhow::Result<Found> {
         "hash_of_two": hash_of_two,
         "hash_of_one": hash_of_one,
     });
-    Ok(Found::new(answer, &numbers))
+    Ok((answer, numbers))
 }
 
 pub(super) fn backend() -> anyhow::Result<Found> {
     let threaded = hash(&[&["--nproc-per-node=4", "--spawn=threads"]])?;
     let gloo = hash(&[&["--nproc-per-node=4", "--spawn=processes"]])?;
     let answer = Answer::YesNo(threaded == gloo);
-    Ok(Found::new(answer, &json!({ "threaded": threaded, "gloo": gloo })))
+    Ok((answer, json!({ "threaded": threaded, "gloo": gloo })))
 }
 
 pub(super) fn straggler() -> anyhow::Result<Found> {
@@ -105,7 +105,7 @@ pub(super) fn straggler() -> anyhow::Result<Found> {
     let [rank_0, rank_1]: [f64; 2] = events.get("end", "collective_seconds_by_rank")?;
     let answer = Answer::Whole(vec![u64::from(rank_1 > rank_0)]);
     let [rank_0, rank_1] = [rank_0, rank_1].map(|seconds| format!("{seconds:.2}"));
-    Ok(Found::new(answer, &json!({ "seconds_of_0": rank_0, "seconds_of_1": rank_1 })))
+    Ok((answer, json!({ "seconds_of_0": rank_0, "seconds_of_1": rank_1 })))
 }
 
 pub(super) fn desync() -> anyhow::Result<Found> {
@@ -114,7 +114,7 @@ pub(super) fn desync() -> anyhow::Result<Found> {
     let step: u64 = events.get("failure", "sequence")?;
     let rank: u64 = events.get("failure", "rank")?;
     let numbers = json!({ "step": step, "rank": rank, "steps": step + 1 });
-    Ok(Found::new(Answer::Whole(vec![step]), &numbers))
+    Ok((Answer::Whole(vec![step]), numbers))
 }
 
 pub(super) fn bad_core() -> anyhow::Result<Found> {
@@ -137,7 +137,7 @@ pub(super) fn bad_core() -> anyhow::Result<Found> {
     };
     let (with_gradient, with_parameter) = (with_flip("gradient")?, with_flip("parameter")?);
     let numbers = json!({ "with_gradient": with_gradient, "with_parameter": with_parameter });
-    Ok(Found::new(Answer::Whole(vec![with_parameter as u64]), &numbers))
+    Ok((Answer::Whole(vec![with_parameter as u64]), numbers))
 }
 
 pub(super) fn overlap() -> anyhow::Result<Found> {
@@ -166,7 +166,7 @@ pub(super) fn overlap() -> anyhow::Result<Found> {
         "far_small": far[0],
         "far_large": far[1],
     });
-    Ok(Found::new(answer, &numbers))
+    Ok((answer, numbers))
 }
 
 pub(super) fn checkpoints() -> anyhow::Result<Found> {
@@ -177,7 +177,7 @@ pub(super) fn checkpoints() -> anyhow::Result<Found> {
     let newest = CheckpointDir::newest_in(&path)?.context("the run has saved no checkpoint")?;
     let step = Checkpoint::read(&newest)?.state().step;
     let name = newest.file_name().unwrap_or_default().to_string_lossy();
-    Ok(Found::new(Answer::Whole(vec![step]), &json!({ "step": step, "checkpoint": name })))
+    Ok((Answer::Whole(vec![step]), json!({ "step": step, "checkpoint": name })))
 }
 
 pub(super) fn traffic() -> anyhow::Result<Found> {
@@ -194,7 +194,7 @@ pub(super) fn traffic() -> anyhow::Result<Found> {
     let factor = of_eight as f64 / of_four as f64;
     let (four, eight, times) = (of_four >> 10, of_eight >> 10, format!("{factor:.3}"));
     let numbers = json!({ "of_four": four, "of_eight": eight, "factor": times });
-    Ok(Found::new(Answer::Decimal(factor), &numbers))
+    Ok((Answer::Decimal(factor), numbers))
 }
 
 pub(super) fn two_by_two() -> anyhow::Result<Found> {
@@ -208,5 +208,5 @@ pub(super) fn two_by_two() -> anyhow::Result<Found> {
     };
     let together = hash(&[&machine("--node-rank=0"), &machine("--node-rank=1")])?;
     let answer = Answer::YesNo(alone == together);
-    Ok(Found::new(answer, &json!({ "one_process": alone, "two_machines": together })))
+    Ok((answer, json!({ "one_process": alone, "two_machines": together })))
 }

@@ -19,24 +19,24 @@ const FIRST_PROGRAM: &str = "one-rank";
 /// All lessons.
 pub(super) static LESSONS: [Lesson; 21] = [
     lesson("demo", ONE, checks::demo),
-    lesson("shards", ONE, || Found::known(Answer::Whole(vec![2]))),
+    lesson("shards", ONE, || known(Answer::Whole(vec![2]))),
     lesson("update", WEIGHT, checks::update),
     lesson("batch", Form::YesNo, checks::batch),
     lesson("backend", Form::YesNo, checks::backend),
     lesson("straggler", ONE, checks::straggler),
     lesson("desync", ONE, checks::desync),
     lesson("bad-core", ONE, checks::bad_core),
-    lesson(FIRST_PROGRAM, SHARE, || Found::known(Answer::Decimal(0.75))),
+    lesson(FIRST_PROGRAM, SHARE, || known(Answer::Decimal(0.75))),
     Lesson { name: "threads-that-meet", check: None },
-    lesson("all-reduce-by-hand", TWO, || Found::known(Answer::Whole(vec![1792, 448]))),
-    lesson("naive-ddp", Form::YesNo, || Found::known(Answer::YesNo(false))),
-    lesson("buckets", ONE, || Found::known(Answer::Whole(vec![7]))),
+    lesson("all-reduce-by-hand", TWO, || known(Answer::Whole(vec![1792, 448]))),
+    lesson("naive-ddp", Form::YesNo, || known(Answer::YesNo(false))),
+    lesson("buckets", ONE, || known(Answer::Whole(vec![7]))),
     lesson("overlap", TWO, checks::overlap),
-    lesson("your-own-model", ONE, || Found::known(Answer::Whole(vec![4000]))),
-    lesson("the-engine", ONE, || Found::known(Answer::Whole(vec![2]))),
-    lesson("data-and-validation", ONE, || Found::known(Answer::Whole(vec![602]))),
+    lesson("your-own-model", ONE, || known(Answer::Whole(vec![4000]))),
+    lesson("the-engine", ONE, || known(Answer::Whole(vec![2]))),
+    lesson("data-and-validation", ONE, || known(Answer::Whole(vec![602]))),
     lesson("checkpoints", ONE, checks::checkpoints),
-    lesson("gpt", ONE, || Found::known(Answer::Whole(vec![2048]))),
+    lesson("gpt", ONE, || known(Answer::Whole(vec![2048]))),
     lesson("what-grows", FACTOR, checks::traffic),
     lesson("several-machines", Form::YesNo, checks::two_by_two),
 ];
@@ -55,27 +55,14 @@ const fn lesson(name: &'static str, form: Form, run: fn() -> anyhow::Result<Foun
     Lesson { name, check: Some((form, run)) }
 }
 
-/// What a run has found.
-#[derive(Debug)]
-pub(super) struct Found {
-    pub answer: Answer,
-    /// The measured numbers, each with the placeholder that it replaces in the texts.
-    pub numbers: Vec<(String, String)>,
+/// Returns an answer that is the same in every run. The texts have its numbers.
+fn known(answer: Answer) -> anyhow::Result<Found> {
+    Ok((answer, Value::Null))
 }
 
-impl Found {
-    /// Returns what a run has found. `numbers` is an object.
-    pub(super) fn new(answer: Answer, numbers: &Value) -> Self {
-        let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-        let numbers = numbers.as_object().into_iter().flatten();
-        Self { answer, numbers: numbers.map(|(name, it)| (name.clone(), text(it))).collect() }
-    }
-
-    /// Returns an answer that is the same in every run. The texts have its numbers.
-    fn known(answer: Answer) -> anyhow::Result<Self> {
-        Ok(Self { answer, numbers: Vec::new() })
-    }
-}
+/// What a run has found: the answer, and an object with the measured numbers, each under the placeholder that it replaces in
+/// the texts.
+pub(super) type Found = (Answer, Value);
 
 /// How an answer is checked: its form, and a run, which takes a second or two, or what is known of it.
 pub(super) type Check = (Form, fn() -> anyhow::Result<Found>);

@@ -10,6 +10,7 @@ mod texts;
 
 use anyhow::{Context, bail};
 use clap::Args;
+use serde_json::Value;
 use textwrap::core::display_width;
 
 use crate::config::name;
@@ -70,10 +71,10 @@ pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
     let answer = flags.answer.as_ref().map(|answer| form.parse(answer)).transpose();
     let answer =
         answer.map_err(|problem| Error::usage(format!("--answer: lesson {id}: {problem}")))?;
-    let found = run().with_context(|| format!("running lesson {id}"))?;
+    let (right, numbers) = run().with_context(|| format!("running lesson {id}"))?;
     let (verdict, answer) = match &answer {
-        None => (&words.answer, &found.answer),
-        Some(answer) if form.accepts(answer, &found.answer) => (&words.right, answer),
+        None => (&words.answer, &right),
+        Some(answer) if form.accepts(answer, &right) => (&words.right, answer),
         Some(answer) => {
             let mut lines = vec![format!("{}{}", words.wrong, shown(answer, words))];
             lines.extend(paragraph(&format!("{}{}", words.hint, texts.hint)));
@@ -82,7 +83,9 @@ pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
         }
     };
     let mut lines = vec![format!("{verdict}{}", shown(answer, words))];
-    let numbers: Vec<_> = found.numbers.iter().map(|(name, number)| (&**name, number)).collect();
+    let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let numbers = numbers.as_object().into_iter().flatten();
+    let numbers: Vec<_> = numbers.map(|(name, value)| (&**name, text(value))).collect();
     for (what, text) in [(&words.measured, &texts.measured), (&words.why, &texts.why)] {
         lines.extend(paragraph(&format!("{what}{}", filled(text, &numbers))));
     }
