@@ -71,6 +71,6 @@ pub(super) fn compare_files(
 ) -> anyhow::Result<Option<StepOfRank>> {
     let (a, b) = (Record::read(a)?, Record::read(b)?);
     let comparison = Comparison::of([&a, &b])?;
-    printer.line(&texts::lines(&comparison).join("\n"))?;
+    printer.line(&comparison.lines().join("\n"))?;
     Ok(comparison.first())
 }
