@@ -198,15 +198,13 @@ fn toml_text(text: &str) -> String {
 /// cannot be written.
 fn create(folder: &Path, template: Template, values: &[(&str, String)]) -> Result<()> {
     let failed = |path: &Path, error: &std::io::Error| unwritable(path.shown().into_owned(), error);
-    match fs::create_dir(folder) {
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-            return Err(Error::usage(format!(
-                "{} is there already; use another name, or remove it",
-                folder.shown()
-            )));
+    fs::create_dir(folder).map_err(|error| match error.kind() {
+        ErrorKind::AlreadyExists => {
+            let folder = folder.shown();
+            Error::usage(format!("{folder} is there already; use another name, or remove it"))
         }
-        result => result.map_err(|error| failed(folder, &error))?,
-    }
+        _ => failed(folder, &error),
+    })?;
     for &(name, text) in SHARED_FILES.iter().chain(template.files()) {
         let text =
             values.iter().fold(text.to_owned(), |text, (name, value)| text.replace(name, value));

@@ -1,7 +1,7 @@
 //! The operations that `bench` measures, and the check of their results.
 
 use strum::IntoEnumIterator;
-use tch::{Kind, Tensor};
+use tch::{Kind, TchError, Tensor};
 
 use crate::commands::comm_op::{CommOp, OpTensors};
 use crate::error::Result;
@@ -125,32 +125,28 @@ fn chunk(pattern: Pattern, like: &Tensor) -> Result<Tensor> {
     make().doing("making numbers to check with")
 }
 
-/// Calls `f` with each chunk of a tensor and its length.
-fn in_chunks(
-    tensor: &Tensor,
-    mut f: impl FnMut(Tensor, i64) -> Result<(), tch::TchError>,
-) -> Result<()> {
-    let numel = tensor.numel() as i64;
-    let mut starts = (0..numel).step_by(CHUNK as usize);
-    starts
-        .try_for_each(|start| {
-            let len = CHUNK.min(numel - start);
-            f(tensor.f_narrow(0, start, len)?, len)
-        })
-        .doing("checking a result")
+/// Calls `f` with each chunk of a tensor of one dimension.
+fn in_chunks(tensor: &Tensor, f: impl FnMut(Tensor) -> Result<(), TchError>) -> Result<()> {
+    let chunks = tensor.f_split(CHUNK, 0);
+    chunks.and_then(|chunks| chunks.into_iter().try_for_each(f)).doing("checking a result")
+}
+
+/// Returns the first elements of `chunk`, as many as `part` has.
+fn as_long_as(part: &Tensor, chunk: &Tensor) -> Result<Tensor, TchError> {
+    chunk.f_narrow(0, 0, part.numel() as i64)
 }
 
 fn fill(tensor: &Tensor, pattern: Pattern) -> Result<()> {
     let chunk = chunk(pattern, tensor)?;
-    in_chunks(tensor, |mut part, len| part.f_copy_(&chunk.f_narrow(0, 0, len)?).map(drop))
+    in_chunks(tensor, |mut part| part.f_copy_(&as_long_as(&part, &chunk)?).map(drop))
 }
 
 /// Returns the number of elements that differ from the pattern.
 fn wrong(tensor: &Tensor, pattern: Pattern) -> Result<i64> {
     let chunk = chunk(pattern, tensor)?;
     let mut wrong = 0;
-    in_chunks(tensor, |part, len| {
-        let differs = part.f_ne_tensor(&chunk.f_narrow(0, 0, len)?)?;
+    in_chunks(tensor, |part| {
+        let differs = part.f_ne_tensor(&as_long_as(&part, &chunk)?)?;
         wrong += differs.f_sum(Kind::Int64)?.f_int64_value(&[])?;
         Ok(())
     })?;
