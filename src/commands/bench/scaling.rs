@@ -7,8 +7,6 @@ use std::sync::Arc;
 
 use anyhow::{Context, bail};
 use serde::Serialize;
-use serde_with::SerializeDisplay;
-use strum::Display;
 use tch::Device;
 
 use super::note_if_busy;
@@ -23,21 +21,12 @@ use crate::os::cores;
 use crate::session::{check_shared_model, configure, open_data, place_ranks};
 use crate::telemetry::Printer;
 
-/// The work that stays the same when there are more ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Display, SerializeDisplay)]
-#[strum(serialize_all = "lowercase")]
-enum Scaling {
-    /// The work of each rank.
-    Weak,
-    /// The work of all ranks together.
-    Strong,
-}
-
 /// One number of ranks: a row of the table.
 #[derive(Debug, Serialize)]
 struct Row {
     model: &'static str,
-    scaling: Scaling,
+    /// `weak`, where the work of each rank stays the same, or `strong`, where that of all ranks together does.
+    scaling: &'static str,
     /// The number of CPU cores that this process may use.
     cores: usize,
     world_size: usize,
@@ -110,13 +99,10 @@ pub fn bench_scaling(
     // Each case with the one rank of as many threads, and the one of all cores. On GPUs threads do not matter.
     let on_gpu = placement.devices[0] != Device::Cpu;
     let mut compared = Vec::new();
-    for scaling in [Scaling::Weak, Scaling::Strong] {
+    for (scaling, is_weak) in [("weak", true), ("strong", false)] {
         let mut first = None;
         for ranks in numbers_of_ranks(ranks) {
-            let batch_size = match scaling {
-                Scaling::Weak => batch_size,
-                Scaling::Strong => batch_of_all.div_ceil(ranks),
-            };
+            let batch_size = if is_weak { batch_size } else { batch_of_all.div_ceil(ranks) };
             let Placement { threads_per_rank, .. } = place(Nproc::Count(ranks))?;
             let case = Case { ranks, threads_per_rank, batch_size };
             let one = *first.get_or_insert(case);
@@ -146,14 +132,14 @@ pub fn bench_scaling(
         }
     }
     let sorted = |times: &Vec<StepTimes>| Sorted::new(times.iter().map(|step| step.us_per_step));
-    let row = |(scaling, cases): &(Scaling, [Case; 3])| {
+    let row = |&(scaling, cases): &(&'static str, [Case; 3])| {
         let us = cases.map(|case| sorted(&measured[&case]).median());
         let samples = cases.map(|case| (case.batch_size * case.ranks) as f64);
         let [all, alike, one] = [0, 1, 2].map(|i| samples[i] / us[i] * 1e6);
         let Case { ranks, threads_per_rank, batch_size } = cases[0];
         Row {
             model: config.model_name(),
-            scaling: *scaling,
+            scaling,
             cores: cores(),
             world_size: ranks,
             threads_per_rank,
@@ -190,7 +176,7 @@ fn numbers_of_ranks(most: usize) -> Vec<usize> {
 }
 
 const COLUMNS: [Column<Row>; 8] = [
-    ("scaling", "", 8, |row| row.scaling.to_string()),
+    ("scaling", "", 8, |row| row.scaling.into()),
     ("ranks", "", 7, |row| row.world_size.to_string()),
     ("threads", "a rank", 9, |row| row.threads_per_rank.to_string()),
     ("batch", "a rank", 8, |row| row.batch_size.to_string()),
