@@ -9,8 +9,9 @@ use super::checks;
 #[derive(Debug, Clone, Copy)]
 pub struct Lesson {
     pub(super) name: &'static str,
-    /// How an answer to its exercise is checked. `None` if no run can decide.
-    pub(super) check: Option<Check>,
+    /// How an answer to its exercise is checked: its form, and a run, which takes a second or two, or what is known of it.
+    /// `None` if no run can decide.
+    pub(super) check: Option<(Form, fn() -> anyhow::Result<Found>)>,
 }
 
 /// The name of the first lesson that is a program of `examples`. Those before use `ddp-mp`.
@@ -63,9 +64,6 @@ fn known(answer: Answer) -> anyhow::Result<Found> {
 /// What a run has found: the answer, and an object with the measured numbers, each under the placeholder that it replaces in
 /// the texts.
 pub(super) type Found = (Answer, Value);
-
-/// How an answer is checked: its form, and a run, which takes a second or two, or what is known of it.
-pub(super) type Check = (Form, fn() -> anyhow::Result<Found>);
 
 impl Lesson {
     /// Returns the number of the program of `examples` that is this lesson. `None` for the lessons before, which use

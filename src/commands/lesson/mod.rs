@@ -18,7 +18,7 @@ use crate::error::Error;
 use crate::session::AlreadyReported;
 use crate::telemetry::{Language, Printer, filled, paragraph};
 use answer::Answer;
-use lessons::{Check, LESSONS};
+use lessons::LESSONS;
 use texts::{Catalog, Texts, Words};
 
 pub use lessons::Lesson;
@@ -55,11 +55,10 @@ pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
         return print(printer, &list(&catalog));
     };
     let (id, words, texts) = (lesson.id(), &catalog.words, catalog.texts(lesson));
-    let check = lesson.check;
     if flags.answer.is_none() && !flags.solution {
-        return print(printer, &question(lesson, check, &catalog));
+        return print(printer, &question(lesson, &catalog));
     }
-    let Some((form, run)) = check else {
+    let Some((form, run)) = lesson.check else {
         if flags.solution {
             return print(printer, &[paragraph(&texts.measured), paragraph(&texts.why)].concat());
         }
@@ -114,7 +113,7 @@ fn list(catalog: &Catalog) -> Vec<String> {
 }
 
 /// Returns the exercise of `lesson`, and how to answer it.
-fn question(lesson: Lesson, check: Option<Check>, catalog: &Catalog) -> Vec<String> {
+fn question(lesson: Lesson, catalog: &Catalog) -> Vec<String> {
     let (id, words, texts) = (lesson.id(), &catalog.words, catalog.texts(lesson));
     let mut lines = vec![filled(&words.heading, &[("id", &id), ("title", &texts.title)])];
     if let Some(program) = lesson.program() {
@@ -122,7 +121,7 @@ fn question(lesson: Lesson, check: Option<Check>, catalog: &Catalog) -> Vec<Stri
         lines.push(format!("  {}cargo run --release --example {program}", words.run));
     }
     lines.extend(paragraph(&texts.task));
-    match check {
+    match lesson.check {
         Some((form, _)) => {
             let answer = format!("ddp-mp lesson {id} --answer=\"{}\"", form.example());
             lines.extend(paragraph(&format!("{}{answer}", words.check)));
