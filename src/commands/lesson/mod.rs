@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn every_lesson_has_texts_in_every_language() {
-        let texts = |language, lesson| {
+        let texts = |language: Language, lesson| {
             let catalog: Catalog = language.texts("course");
             let Texts { title, learn, task, hint, measured, why, .. } = catalog.texts(lesson);
             [title, learn, task, hint, measured, why].map(String::clone)
