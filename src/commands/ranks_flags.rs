@@ -1,5 +1,6 @@
 //! What the flags of commands have in common that start ranks and have no configuration: `comm` and `bench`.
 
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -51,19 +52,19 @@ pub struct RanksFlags {
 }
 
 impl RanksFlags {
-    /// Runs `f` on each rank, with the backend to use. `check` looks at the ranks first. All processes must run the same
-    /// `command`.
+    /// Runs `on_rank` on each rank, with `flags` and the backend to use. `check` looks at the ranks first. All processes must
+    /// have the same flags.
     ///
     /// # Errors
     /// [`Error::Input`](crate::Error::Input) when the ranks cannot run here, the errors of `check`, and
     /// [`SpawnError`](crate::SpawnError) when a rank failed.
-    pub(super) fn run(
+    pub(super) fn run<F: Debug + Clone + Send + Sync + 'static>(
         &self,
-        command: &str,
+        flags: &F,
         cuda: &Cuda,
         printer: &Arc<Printer>,
-        check: impl FnOnce(&Placement) -> Result<()>,
-        f: impl Fn(&Rank, Backend) -> anyhow::Result<()> + Send + Sync + 'static,
+        check: fn(&F, &Placement) -> Result<()>,
+        on_rank: fn(&F, &Rank, Backend, &Printer) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let mut config = Config::default();
         config.launch.nproc_per_node = self.nproc_per_node;
@@ -76,16 +77,17 @@ impl RanksFlags {
         if launch.kind != LaunchKind::Spawned {
             refuse_launcher(&launch)?;
             let (placement, _) = place_all(&config, cuda)?;
-            check(&placement)?;
+            check(flags, &placement)?;
         }
         let ended = run_command(config, &launch, false, cuda, printer, |config| {
-            let joined = session::join_launch(&config, command, launch.clone(), cuda, printer)?;
+            let command = format!("{flags:?}");
+            let joined = session::join_launch(&config, &command, launch.clone(), cuda, printer)?;
             if joined.is_first() {
                 joined.notes().iter().for_each(|note| printer.info(note));
             }
-            let backend = joined.placement.backend;
+            let (flags, to, backend) = (flags.clone(), printer.clone(), joined.placement.backend);
             session::configured_spawn(&joined, &config, printer)
-                .run(move |rank| f(rank, backend))?;
+                .run(move |rank| on_rank(&flags, rank, backend, &to))?;
             Ok(None)
         });
         ended.map(drop)

@@ -113,11 +113,8 @@ const MIN_MEASURED: Duration = Duration::from_millis(250);
 /// # Errors
 /// [`Error::Input`] when this operation can't run here, [`SpawnError`](crate::SpawnError) when a rank failed, and an
 /// error for wrong results.
-pub fn bench(flags: BenchFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
-    let (command, ranks) = (format!("{flags:?}"), flags.ranks.clone());
-    let (of_ranks, to) = (flags.clone(), printer.clone());
-    let on_rank = move |rank: &Rank, backend| of_ranks.run(rank, backend, &to);
-    ranks.run(&command, cuda, printer, |placement| flags.check(placement), on_rank)
+pub fn bench(flags: &BenchFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
+    flags.ranks.run(flags, cuda, printer, BenchFlags::check, BenchFlags::run)
 }
 
 impl BenchFlags {

@@ -95,11 +95,8 @@ struct Line {
 ///
 /// # Errors
 /// [`Error::Input`] when these operations can't run here, and [`SpawnError`](crate::SpawnError) when a rank failed.
-pub fn comm(flags: CommFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
-    let (ranks, command) = (flags.ranks.clone(), format!("{flags:?}"));
-    let (of_ranks, to) = (flags.clone(), printer.clone());
-    let show = move |rank: &Rank, backend| of_ranks.show(rank, backend, &to);
-    ranks.run(&command, cuda, printer, |placement| flags.check(placement), show)
+pub fn comm(flags: &CommFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
+    flags.ranks.run(flags, cuda, printer, CommFlags::check, CommFlags::show)
 }
 
 impl CommFlags {
