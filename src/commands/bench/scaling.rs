@@ -195,14 +195,11 @@ fn print(
 ) -> io::Result<()> {
     let Some(last) = rows.last() else { return Ok(()) };
     let (ranks, cores) = (last.world_size, last.cores);
+    let with_all = format!("one rank with {}", counted(rows[0].threads_per_rank, "thread"));
     let (machine, one_alike, one) = if on_gpu {
         ("GPUs".into(), "one GPU", "one GPU".into())
     } else {
-        (
-            counted(cores, "CPU core"),
-            "one rank with as many threads",
-            format!("one rank with {}", counted(rows[0].threads_per_rank, "thread")),
-        )
+        (counted(cores, "CPU core"), "one rank with as many threads", with_all)
     };
     let head = format!(
         "# {}, {machine}: medians of {repetitions} repetitions of {steps} steps\n\

@@ -77,13 +77,8 @@ fn watch(mut command: Command, printer: &Printer) -> io::Result<Found> {
     };
     let _ = child.kill(); // fails only if it has ended
     let end = Deadline::after(KILL_TIMEOUT);
-    let how = loop {
-        match end.recv(&lines) {
-            Ok(_) => {}
-            Err(RecvTimeoutError::Timeout) => break None,
-            Err(RecvTimeoutError::Disconnected) => break child.wait().ok().map(how_ended),
-        }
-    };
+    while end.recv(&lines).is_ok() {}
+    let how = child.try_wait().ok().flatten().map(how_ended);
     let (what, seconds) = part;
     Ok(match (last, how) {
         (Ok(found), _) => found,
