@@ -21,10 +21,7 @@ pub(super) fn head<R>(columns: &[Column<R>]) -> String {
 
 /// Prints lines above or below a table, unless its rows are printed as JSON.
 pub(super) fn print_lines(printer: &Printer, lines: &str) -> io::Result<()> {
-    match printer.format() {
-        LogFormat::Json => Ok(()),
-        LogFormat::Text => printer.line(lines),
-    }
+    if printer.format() == LogFormat::Text { printer.line(lines) } else { Ok(()) }
 }
 
 /// Prints a row: as a line of the table, or as JSON.

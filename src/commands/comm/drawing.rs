@@ -86,10 +86,7 @@ fn reduced(op: ReduceOp, world_size: usize, item: &dyn Fn(usize) -> String) -> S
 /// Returns A for rank 0 and B for rank 1. AA follows Z, like the columns of a spreadsheet.
 fn letters(rank: usize) -> String {
     let last = char::from(b'A' + (rank % 26) as u8);
-    match rank / 26 {
-        0 => last.into(),
-        more => letters(more - 1) + &last.to_string(),
-    }
+    if rank < 26 { last.into() } else { format!("{}{last}", letters(rank / 26 - 1)) }
 }
 
 #[cfg(test)]

@@ -132,10 +132,8 @@ impl CommFlags {
                 error.named(format_args!("--reduce-op {reduce_op} --dtype {}", dtype_name(dtype)))
             })?;
         }
-        match placement.devices[0] {
-            Device::Cpu => self.check_tensors(placement.devices.len()),
-            _ => Ok(()),
-        }
+        let devices = &placement.devices;
+        if devices[0] == Device::Cpu { self.check_tensors(devices.len()) } else { Ok(()) }
     }
 
     /// Runs every operation on one rank, and sends its row to rank 0, which prints.

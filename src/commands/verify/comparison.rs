@@ -176,15 +176,10 @@ impl Comparison {
     /// few or `per_parameter`, otherwise for tensors beyond the bound.
     pub(super) fn write(&self, per_parameter: bool, out: &mut dyn Write) -> io::Result<()> {
         let Self { backend, device, difference, parameter, parameters, .. } = self;
-        let Variant { strategy, world_size, batch_size, grad_accum_steps } = self.variant;
-        let what = match world_size {
-            1 => "1 rank".into(),
-            _ => format!("{strategy}, {backend}"),
-        };
-        let batches = match grad_accum_steps {
-            1 => String::new(),
-            count => format!(" x {count} batches"),
-        };
+        let Variant { strategy, world_size, batch_size, grad_accum_steps: count } = self.variant;
+        let alone = world_size == 1;
+        let what = if alone { "1 rank".into() } else { format!("{strategy}, {backend}") };
+        let batches = if count == 1 { String::new() } else { format!(" x {count} batches") };
         let name = format!("{what}, {device}: {world_size} x {batch_size}{batches}");
         let bits = |equal| if equal { "equal" } else { "differ" };
         let verdict = match (self.replicas_equal, self.ok) {
