@@ -69,12 +69,9 @@ impl Versions {
     /// Returns the version, that of the program, and the commit if it is known.
     pub(super) fn program(&self) -> String {
         let commit = self.commit.map_or(String::new(), |commit| format!(", commit {commit}"));
-        match &self.program {
-            Some(ProgramVersion { name, version }) => {
-                format!("{}, in {name} {version}{commit}", self.version)
-            }
-            None => format!("{}{commit}", self.version),
-        }
+        let named = |own: &ProgramVersion| format!(", in {} {}", own.name, own.version);
+        let own = self.program.as_ref().map_or(String::new(), named);
+        format!("{}{own}{commit}", self.version)
     }
 }
 

@@ -146,10 +146,8 @@ fn write_text(
     });
     let names: String = names.collect();
     let driver = text("/cuda_driver").map_or_else(none, |version| format!("CUDA {version}"));
-    let host = match found.pointer("/launch/agent_store") {
-        Some(Value::Bool(true)) => "torchrun's agent",
-        _ => "process 0",
-    };
+    let has_agent = found["launch"]["agent_store"] == true;
+    let host = if has_agent { "torchrun's agent" } else { "process 0" };
     let keeps = found["keeps_memory"] == true;
     let validation = || count("/data/validation", "sample").unwrap_or_else(none);
     let sizes = text("/data/in_features").zip(text("/data/out_features"));
