@@ -172,11 +172,9 @@ fn clone_folder(folder: &Path) -> Result<PathBuf, String> {
     let manifest = fs::read_to_string(clone.join("Cargo.toml"));
     let manifest = manifest.map_err(|error| format!("Cargo.toml: {error}"))?;
     let table: toml::Table = manifest.parse().map_err(|_| "Cargo.toml is not valid TOML")?;
-    let name = table.get("package").and_then(|package| package.get("name"));
-    match name.and_then(toml::Value::as_str) {
-        Some(env!("CARGO_PKG_NAME")) => Ok(clone),
-        _ => Err("its Cargo.toml describes another package".into()),
-    }
+    let name = table.get("package").and_then(|package| package.get("name")?.as_str());
+    let is_ours = name == Some(env!("CARGO_PKG_NAME"));
+    if is_ours { Ok(clone) } else { Err("its Cargo.toml describes another package".into()) }
 }
 
 /// Returns a path as text, as TOML needs it.

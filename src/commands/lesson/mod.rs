@@ -54,7 +54,7 @@ pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
     let Some(lesson) = flags.lesson else {
         return print(printer, &list(&catalog));
     };
-    let (id, words, texts) = (lesson.id(), &catalog.words, catalog.texts(lesson));
+    let (id, words, texts) = (lesson.id(), &catalog.words, &catalog.lessons[lesson.name]);
     if flags.answer.is_none() && !flags.solution {
         return print(printer, &question(lesson, &catalog));
     }
@@ -98,11 +98,11 @@ fn print(printer: &Printer, lines: &[String]) -> anyhow::Result<()> {
 /// Returns all lessons, by chapter: what to type, the title, and what one learns.
 fn list(catalog: &Catalog) -> Vec<String> {
     let id_width = LESSONS.iter().map(|lesson| lesson.id().len()).max().unwrap_or(0);
-    let titles = LESSONS.iter().map(|lesson| display_width(&catalog.texts(*lesson).title));
+    let titles = LESSONS.iter().map(|lesson| display_width(&catalog.lessons[lesson.name].title));
     let title_width = titles.max().unwrap_or(0);
     let mut lines = Vec::new();
     for lesson in LESSONS {
-        let Texts { chapter, title, learn, .. } = catalog.texts(lesson);
+        let Texts { chapter, title, learn, .. } = &catalog.lessons[lesson.name];
         lines.extend(chapter.clone());
         let gap = " ".repeat(title_width - display_width(title));
         let note = if lesson.check.is_some() { "" } else { &catalog.words.unchecked };
@@ -114,7 +114,7 @@ fn list(catalog: &Catalog) -> Vec<String> {
 
 /// Returns the exercise of `lesson`, and how to answer it.
 fn question(lesson: Lesson, catalog: &Catalog) -> Vec<String> {
-    let (id, words, texts) = (lesson.id(), &catalog.words, catalog.texts(lesson));
+    let (id, words, texts) = (lesson.id(), &catalog.words, &catalog.lessons[lesson.name]);
     let mut lines = vec![filled(&words.heading, &[("id", &id), ("title", &texts.title)])];
     if let Some(program) = lesson.program() {
         lines.push(format!("  {}examples/{program}.rs", words.program));
@@ -153,9 +153,10 @@ mod tests {
 
     #[test]
     fn every_lesson_has_texts_in_every_language() {
-        let texts = |language: Language, lesson| {
+        let texts = |language: Language, lesson: Lesson| {
             let catalog: Catalog = language.texts("course");
-            let Texts { title, learn, task, hint, measured, why, .. } = catalog.texts(lesson);
+            let Texts { title, learn, task, hint, measured, why, .. } =
+                &catalog.lessons[lesson.name];
             [title, learn, task, hint, measured, why].map(String::clone)
         };
         for language in Language::iter() {

@@ -4,8 +4,6 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-use super::lessons::Lesson;
-
 /// The texts of a lesson.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -57,11 +55,4 @@ pub(super) struct Catalog {
     pub words: Words,
     /// By the names of the lessons.
     pub lessons: BTreeMap<String, Texts>,
-}
-
-impl Catalog {
-    /// Returns the texts of a lesson.
-    pub(super) fn texts(&self, lesson: Lesson) -> &Texts {
-        &self.lessons[lesson.name]
-    }
 }
