@@ -48,6 +48,9 @@ pub(super) struct StepTimes {
     pub(super) bucket_bytes: Vec<usize>,
     /// The time in backward when each bucket is complete.
     pub(super) bucket_complete_us: Vec<f64>,
+    /// Whether buckets are reduced during backward.
+    #[serde(skip)]
+    pub(super) overlaps: bool,
 }
 
 impl StepTimes {
@@ -127,9 +130,7 @@ pub fn bench_step(
             printer.result(&times, |out| times.write(steps, on_cpu, out))?;
             note_if_busy("the median step took", times.us_per_step / times.us_min, &printer);
             if let Some(cluster) = &config.ddp.simulate_cluster {
-                let after = config.ddp.find_unused_parameters || config.ddp.static_graph;
-                let overlaps = !(config.ddp.no_overlap || after);
-                forecast::print(&times, overlaps, cluster, &printer)?;
+                forecast::print(&times, cluster, &printer)?;
             }
             Ok(())
         })?;
@@ -179,6 +180,7 @@ pub(super) fn step_on(
     let backward_us = us(|phases| phases.backward);
     let shares = |bucket: usize| Sorted::new(times.iter().map(|step| step.complete[bucket]));
     let bucket_complete_us = |bucket| shares(bucket).median().min(1.0) * backward_us;
+    let after = config.ddp.find_unused_parameters || config.ddp.static_graph;
     Ok(Some(StepTimes {
         model: config.model_name(),
         strategy: config.ddp.strategy,
@@ -194,6 +196,7 @@ pub(super) fn step_on(
         optimizer_us: us(|phases| phases.optimizer),
         bucket_bytes: trainer.ddp().statistics().bucket_bytes,
         bucket_complete_us: (0..times[0].complete.len()).map(bucket_complete_us).collect(),
+        overlaps: !(config.ddp.no_overlap || after),
     }))
 }
 
