@@ -9,9 +9,8 @@ use super::checks;
 #[derive(Debug, Clone, Copy)]
 pub struct Lesson {
     pub(super) name: &'static str,
-    /// How an answer to its exercise is checked: its form, and a run, which takes a second or two, or what is known of it.
-    /// `None` if no run can decide.
-    pub(super) check: Option<(Form, fn() -> anyhow::Result<Found>)>,
+    /// How an answer to its exercise is checked: its form, and a run. `None` if no run can decide.
+    pub(super) check: Option<(Form, Run)>,
 }
 
 /// The name of the first lesson that is a program of `examples`. Those before use `ddp-mp`.
@@ -52,7 +51,7 @@ const SHARE: Form = Form::Decimal { tolerance: 1e-3 };
 /// A factor between bytes, to which the ranks' agreements add a few.
 const FACTOR: Form = Form::Decimal { tolerance: 0.01 };
 
-const fn lesson(name: &'static str, form: Form, run: fn() -> anyhow::Result<Found>) -> Lesson {
+const fn lesson(name: &'static str, form: Form, run: Run) -> Lesson {
     Lesson { name, check: Some((form, run)) }
 }
 
@@ -60,6 +59,9 @@ const fn lesson(name: &'static str, form: Form, run: fn() -> anyhow::Result<Foun
 fn known(answer: Answer) -> anyhow::Result<Found> {
     Ok((answer, Value::Null))
 }
+
+/// A run, which takes a second or two, or what is known of it.
+type Run = fn() -> anyhow::Result<Found>;
 
 /// What a run has found: the answer, and an object with the measured numbers, each under the placeholder that it replaces in
 /// the texts.

@@ -20,6 +20,9 @@ const CHECK: &str = "DDP_MP_CHECK";
 /// How long a process that was killed may take to end. One that waits in the driver does not.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// What to say of a process that was killed and has not ended.
+const STUCK: &str = ", and its process waits in the driver and cannot be killed";
+
 /// Returns the check that this process is to make. `None` if it is no process of a check.
 pub(super) fn asked_for() -> Option<Check> {
     serde_json::from_str(&std::env::var(CHECK).ok()?).ok()
@@ -87,10 +90,7 @@ fn watch(mut command: Command, printer: &Printer) -> io::Result<Found> {
             format!("dies{what}: its process {}", how.unwrap_or_default()),
         ),
         (Err(RecvTimeoutError::Timeout), how) => {
-            let stuck = match how {
-                Some(_) => "",
-                None => ", and its process waits in the driver and cannot be killed",
-            };
+            let stuck = if how.is_none() { STUCK } else { "" };
             Found::problem(Verdict::Hangs, format!("hangs{what} ({seconds} s){stuck}"))
         }
     })
