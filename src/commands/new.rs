@@ -207,7 +207,10 @@ fn create(folder: &Path, template: Template, values: &[(&str, String)]) -> Resul
         let text =
             values.iter().fold(text.to_owned(), |text, (name, value)| text.replace(name, value));
         let path = folder.join(name);
-        let written = path.parent().map_or(Ok(()), fs::create_dir_all);
+        let written = match path.parent() {
+            Some(folder) => fs::create_dir_all(folder),
+            None => Ok(()),
+        };
         if let Err(error) = written.and_then(|()| fs::write(&path, text)) {
             let _ = fs::remove_dir_all(folder); // it was created here
             return Err(failed(&path, &error));

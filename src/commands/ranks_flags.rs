@@ -52,8 +52,8 @@ pub struct RanksFlags {
 }
 
 impl RanksFlags {
-    /// Runs `on_rank` on each rank, with `flags` and the backend to use. `check` looks at the ranks first. All processes must
-    /// have the same flags.
+    /// Runs `on_rank` on each rank, with `flags` and the backend to use. `check` looks at the ranks first. All processes
+    /// must have the same flags.
     ///
     /// # Errors
     /// [`Error::Input`](crate::Error::Input) when the ranks cannot run here, the errors of `check`, and
