@@ -96,7 +96,7 @@ fn run_command(program: &Arc<Program>, cli: Cli) -> anyhow::Result<u8> {
         Command::Train(flags) => return run_training(program, &flags, quiet),
         Command::Comm(flags) => {
             let printer = printer(flags.log_format);
-            commands::comm(flags, &cuda::load(), &printer)
+            commands::comm(&flags, &cuda::load(), &printer)
         }
         Command::Env(flags) => show_env(program, &flags),
         Command::Bench(Bench { subcommand: Some(BenchCommand::Step(flags)), .. }) => {
@@ -110,7 +110,7 @@ fn run_command(program: &Arc<Program>, cli: Cli) -> anyhow::Result<u8> {
         }
         Command::Bench(Bench { subcommand: None, collective: flags }) => {
             let printer = printer(flags.log_format);
-            commands::bench(flags, &cuda::load(), &printer)
+            commands::bench(&flags, &cuda::load(), &printer)
         }
         Command::Verify(flags) => {
             let (config, printer) = tool(&flags.train, Tool::Verify)?;

@@ -31,13 +31,6 @@ pub struct BisectFlags {
     pub keep: Option<PathBuf>,
 }
 
-/// One of the two commands.
-#[derive(Debug)]
-struct Side {
-    name: &'static str,
-    command: String,
-}
-
 /// Runs both commands, and prints the first tensors in which they differ.
 ///
 /// # Errors
@@ -48,15 +41,14 @@ pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::
         let problem = "it exists; remove it, or use another name";
         return Err(Error::usage(format!("--keep {}: {problem}", keep.shown())).into());
     }
-    let sides = [("good", &flags.good), ("bad", &flags.bad)]
-        .map(|(name, command)| Side { name, command: command.clone() });
-    if let Some(side) = sides.iter().find(|side| side.command.contains("--checkpoint-dir")) {
+    let sides = [("good", &*flags.good), ("bad", &*flags.bad)];
+    if let Some((name, _)) = sides.iter().find(|side| side.1.contains("--checkpoint-dir")) {
         let problem =
             "remove --checkpoint-dir, because it runs twice, and must do the same each time";
-        return Err(side.refused(problem));
+        return Err(refused(name, problem));
     }
     let folder = create_folder(flags.keep.as_deref())?;
-    let differ = by_records(&sides, program, folder.path(), printer)?;
+    let differ = by_records(sides, program, folder.path(), printer)?;
     if flags.keep.is_some() {
         folder.keep()?;
     }
@@ -77,42 +69,45 @@ fn create_folder(keep: Option<&Path>) -> anyhow::Result<TemporaryFolder> {
     .with_context(|| format!("creating {}", keep.shown()))
 }
 
-/// Records both runs, and runs up to the first step that differs once more. Returns whether they differ.
+/// Records both runs, and runs up to the first step that differs once more. `sides` are the names and the commands. Returns
+/// whether they differ.
 fn by_records(
-    sides: &[Side; 2],
+    sides: [(&str, &str); 2],
     program: &str,
     folder: &Path,
     printer: &Printer,
 ) -> anyhow::Result<bool> {
-    let file = |side: &Side, ending| folder.join(format!("{}.{ending}", side.name));
-    for side in sides {
-        let record = file(side, "record");
+    let file = |name: &str, ending: &str| folder.join(format!("{name}.{ending}"));
+    for (name, command) in sides {
+        let record = file(name, "record");
         let flag = format!("--record={}", path_in_shell(&record));
-        let said = side.run(&format!("{} {flag}", side.command), printer)?;
-        if !record.exists() && !file(side, "0.record").exists() {
-            return Err(side.refused(&format!(
-                "it has written no record; name a command of {program} that trains ({said})"
-            )));
+        let said = run(name, &format!("{command} {flag}"), printer)?;
+        if !record.exists() && !file(name, "0.record").exists() {
+            return Err(refused(
+                name,
+                &format!(
+                    "it has written no record; name a command of {program} that trains ({said})"
+                ),
+            ));
         }
     }
-    let [good, bad] = sides.each_ref().map(|side| file(side, "record"));
+    let [good, bad] = sides.map(|(name, _)| file(name, "record"));
     let first = compare_files(&good, &bad, printer)?;
     let Some(StepOfRank { step, rank }) = first else { return Ok(false) };
-    for side in sides {
-        let kept = file(side, "safetensors");
+    for (name, command) in sides {
+        let kept = file(name, "safetensors");
         let file = path_in_shell(&kept);
         let keep = format!("--keep={file} --keep-step={step} --keep-rank={rank}");
         // The command may have an end of its own.
-        let has_end = side.command.contains("--max-steps");
+        let has_end = command.contains("--max-steps");
         let end = if has_end { String::new() } else { format!(" --max-steps={}", step + 1) };
-        let said = side.run(&format!("{}{end} {keep}", side.command), printer)?;
+        let said = run(name, &format!("{command}{end} {keep}"), printer)?;
         if !kept.is_file() {
-            let name = side.name;
             printer.line(&format!("{name}: rank {rank} has no tensors of step {step} ({said})"))?;
             return Ok(true);
         }
     }
-    let [good, bad] = sides.each_ref().map(|side| file(side, "safetensors"));
+    let [good, bad] = sides.map(|(name, _)| file(name, "safetensors"));
     let (lines, is_equal) = compare_tensors(&good, &bad, ["good", "bad"])?;
     printer.line(&lines.join("\n"))?;
     if is_equal {
@@ -123,26 +118,23 @@ fn by_records(
     Ok(true)
 }
 
-impl Side {
-    fn refused(&self, problem: &str) -> anyhow::Error {
-        Error::usage(format!("--{}: {problem}", self.name)).into()
-    }
+fn refused(name: &str, problem: &str) -> anyhow::Error {
+    Error::usage(format!("--{name}: {problem}")).into()
+}
 
-    /// Runs `command` in the shell, without showing its output. Exit code 1 is right, too: a run whose replicas differ at
-    /// the end has it. Returns the last line on stderr.
-    fn run(&self, command: &str, printer: &Printer) -> anyhow::Result<String> {
-        printer.info(&format!("{}: {command}", self.name));
-        let mut shell = Command::new("sh");
-        shell.args(["-c", command]).stdout(Stdio::null());
-        let ended =
-            TiedChild::spawn(&mut shell).and_then(TiedChild::wait).context("starting sh")?;
-        let problem = ended.stderr;
-        // Mistakes in flags have their text first, and how to get help last.
-        let mistake = problem.lines().find(|line| line.starts_with("error: "));
-        let last = mistake.or(problem.lines().last()).unwrap_or("it printed nothing on stderr");
-        if matches!(ended.status.code(), Some(0 | 1)) {
-            return Ok(last.into());
-        }
-        Err(self.refused(&format!("it failed ({}): {last}", ended.status)))
+/// Runs `command` in the shell, without showing its output. Exit code 1 is right, too: a run whose replicas differ at the
+/// end has it. Returns the last line on stderr.
+fn run(name: &str, command: &str, printer: &Printer) -> anyhow::Result<String> {
+    printer.info(&format!("{name}: {command}"));
+    let mut shell = Command::new("sh");
+    shell.args(["-c", command]).stdout(Stdio::null());
+    let ended = TiedChild::spawn(&mut shell).and_then(TiedChild::wait).context("starting sh")?;
+    let problem = ended.stderr;
+    // Mistakes in flags have their text first, and how to get help last.
+    let mistake = problem.lines().find(|line| line.starts_with("error: "));
+    let last = mistake.or(problem.lines().last()).unwrap_or("it printed nothing on stderr");
+    if matches!(ended.status.code(), Some(0 | 1)) {
+        return Ok(last.into());
     }
+    Err(refused(name, &format!("it failed ({}): {last}", ended.status)))
 }

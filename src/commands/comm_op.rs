@@ -38,10 +38,8 @@ impl CommOp {
 
     /// Returns what it moves between the ranks.
     pub(super) fn moves(self) -> CollectiveType {
-        match self {
-            CommOp::Collective(operation) => operation.collective().unwrap_or(MESSAGE),
-            _ => MESSAGE,
-        }
+        let CommOp::Collective(operation) = self else { return MESSAGE };
+        operation.collective().unwrap_or(MESSAGE)
     }
 
     /// Returns whether the output is the input.
@@ -56,10 +54,8 @@ impl CommOp {
 
     /// Returns the operation, if it combines elements.
     pub(super) fn reduction(self) -> Option<Operation> {
-        match self {
-            CommOp::Collective(operation) if self.moves().reduces => Some(operation),
-            _ => None,
-        }
+        let CommOp::Collective(operation) = self else { return None };
+        self.moves().reduces.then_some(operation)
     }
 
     /// Returns how many tensors all ranks together hold at the same time. A list has one for each rank.

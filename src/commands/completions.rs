@@ -1,23 +1,10 @@
 //! `ddp-mp completions`: the script with which a shell completes commands, flags and values.
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Arg, Args, Command, ValueHint};
 use clap_complete::{Shell, generate};
-use strum::{Display, EnumString, VariantNames};
 
-use crate::config::name;
 use crate::telemetry::Printer;
-
-/// A shell that completes command lines.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Display, EnumString, VariantNames)]
-#[strum(serialize_all = "lowercase")]
-pub enum CompletedShell {
-    /// bash, with the package bash-completion or without.
-    Bash,
-    /// zsh.
-    Zsh,
-    /// fish.
-    Fish,
-}
 
 /// The flags of `completions`.
 #[derive(Debug, Clone, Args)]
@@ -26,8 +13,13 @@ pub struct CompletionsFlags {
     ///
     /// For a program NAME, bash reads completions from ~/.local/share/bash-completion/completions/NAME, fish from
     /// ~/.local/share/fish/vendor_completions.d/NAME.fish, zsh from a file _NAME in a folder of fpath
-    #[arg(value_name = "SHELL", value_parser = name::<CompletedShell>())]
-    pub shell: CompletedShell,
+    #[arg(value_name = "SHELL", value_parser = shell())]
+    pub shell: Shell,
+}
+
+/// Parses the name of a shell that has been tried.
+fn shell() -> impl TypedValueParser<Value = Shell> {
+    PossibleValuesParser::new(["bash", "zsh", "fish"]).try_map(|name| name.parse::<Shell>())
 }
 
 /// Prints the completions of `command` for a shell.
@@ -47,15 +39,15 @@ pub fn completions(
     let script = match flags.shell {
         // With a `-` in the name, clap_complete 4.6 sets one name for a subcommand and looks up another
         // (clap-rs/clap#6421).
-        CompletedShell::Bash => {
+        Shell::Bash => {
             let generated = generated(Shell::Bash, with_file_hints(command), &identifier);
             [generated, adapted(include_str!("completions.bash"))].concat()
         }
-        CompletedShell::Zsh => generated(Shell::Zsh, command, &program),
-        CompletedShell::Fish => {
+        Shell::Fish => {
             let generated = generated(Shell::Fish, command, &program);
             [generated, adapted(include_str!("completions.fish"))].concat()
         }
+        shell => generated(shell, command, &program),
     };
     Ok(printer.lines(|out| out.write_all(&script))?)
 }

@@ -172,11 +172,9 @@ fn clone_folder(folder: &Path) -> Result<PathBuf, String> {
     let manifest = fs::read_to_string(clone.join("Cargo.toml"));
     let manifest = manifest.map_err(|error| format!("Cargo.toml: {error}"))?;
     let table: toml::Table = manifest.parse().map_err(|_| "Cargo.toml is not valid TOML")?;
-    let name = table.get("package").and_then(|package| package.get("name"));
-    match name.and_then(toml::Value::as_str) {
-        Some(env!("CARGO_PKG_NAME")) => Ok(clone),
-        _ => Err("its Cargo.toml describes another package".into()),
-    }
+    let name = table.get("package").and_then(|package| package.get("name")?.as_str());
+    let is_ours = name == Some(env!("CARGO_PKG_NAME"));
+    if is_ours { Ok(clone) } else { Err("its Cargo.toml describes another package".into()) }
 }
 
 /// Returns a path as text, as TOML needs it.
@@ -198,15 +196,13 @@ fn toml_text(text: &str) -> String {
 /// cannot be written.
 fn create(folder: &Path, template: Template, values: &[(&str, String)]) -> Result<()> {
     let failed = |path: &Path, error: &std::io::Error| unwritable(path.shown().into_owned(), error);
-    match fs::create_dir(folder) {
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-            return Err(Error::usage(format!(
-                "{} is there already; use another name, or remove it",
-                folder.shown()
-            )));
+    fs::create_dir(folder).map_err(|error| match error.kind() {
+        ErrorKind::AlreadyExists => {
+            let folder = folder.shown();
+            Error::usage(format!("{folder} is there already; use another name, or remove it"))
         }
-        result => result.map_err(|error| failed(folder, &error))?,
-    }
+        _ => failed(folder, &error),
+    })?;
     for &(name, text) in SHARED_FILES.iter().chain(template.files()) {
         let text =
             values.iter().fold(text.to_owned(), |text, (name, value)| text.replace(name, value));

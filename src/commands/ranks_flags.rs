@@ -1,5 +1,6 @@
 //! What the flags of commands have in common that start ranks and have no configuration: `comm` and `bench`.
 
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -51,42 +52,20 @@ pub struct RanksFlags {
 }
 
 impl RanksFlags {
-    /// Runs `f` on each rank, with the backend to use. `check` looks at the ranks first. All processes must run the same
-    /// `command`.
+    /// Runs `on_rank` on each rank, with `flags` and the backend to use. `check` looks at the ranks first. All processes
+    /// must have the same flags.
     ///
     /// # Errors
     /// [`Error::Input`](crate::Error::Input) when the ranks cannot run here, the errors of `check`, and
     /// [`SpawnError`](crate::SpawnError) when a rank failed.
-    pub(super) fn run(
+    pub(super) fn run<F: Debug + Clone + Send + Sync + 'static>(
         &self,
-        command: &str,
+        flags: &F,
         cuda: &Cuda,
         printer: &Arc<Printer>,
-        check: impl FnOnce(&Placement) -> Result<()>,
-        f: impl Fn(&Rank, Backend) -> anyhow::Result<()> + Send + Sync + 'static,
+        check: fn(&F, &Placement) -> Result<()>,
+        on_rank: fn(&F, &Rank, Backend, &Printer) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
-        let config = self.config();
-        let launch = Launch::from_env(&config.launch_options(), cuda)?;
-        if launch.kind != LaunchKind::Spawned {
-            refuse_launcher(&launch)?;
-            let (placement, _) = place_all(&config, cuda)?;
-            check(&placement)?;
-        }
-        let ended = run_command(config, &launch, false, cuda, printer, |config| {
-            let joined = session::join_launch(&config, command, launch.clone(), cuda, printer)?;
-            if joined.is_first() {
-                joined.notes().iter().for_each(|note| printer.info(note));
-            }
-            let backend = joined.placement.backend;
-            session::configured_spawn(&joined, &config, printer)
-                .run(move |rank| f(rank, backend))?;
-            Ok(None)
-        });
-        ended.map(drop)
-    }
-
-    /// Returns the configuration of a launch with these ranks.
-    fn config(&self) -> Config {
         let mut config = Config::default();
         config.launch.nproc_per_node = self.nproc_per_node;
         config.launch.spawn = self.spawn;
@@ -94,6 +73,23 @@ impl RanksFlags {
         config.launch.backend = self.backend;
         config.launch.bind = self.bind;
         config.launch.timeout = self.timeout;
-        config
+        let launch = Launch::from_env(&config.launch_options(), cuda)?;
+        if launch.kind != LaunchKind::Spawned {
+            refuse_launcher(&launch)?;
+            let (placement, _) = place_all(&config, cuda)?;
+            check(flags, &placement)?;
+        }
+        let ended = run_command(config, &launch, false, cuda, printer, |config| {
+            let command = format!("{flags:?}");
+            let joined = session::join_launch(&config, &command, launch.clone(), cuda, printer)?;
+            if joined.is_first() {
+                joined.notes().iter().for_each(|note| printer.info(note));
+            }
+            let (flags, to, backend) = (flags.clone(), printer.clone(), joined.placement.backend);
+            session::configured_spawn(&joined, &config, printer)
+                .run(move |rank| on_rank(&flags, rank, backend, &to))?;
+            Ok(None)
+        });
+        ended.map(drop)
     }
 }

@@ -2,6 +2,7 @@
 
 use std::io::Write;
 
+use anyhow::bail;
 use clap::Args;
 use serde::Serialize;
 
@@ -62,11 +63,10 @@ pub fn sampler(flags: &SamplerFlags, printer: &Printer) -> anyhow::Result<()> {
     let world_size = flags.world_size;
     let ranks = match flags.rank {
         Some(rank) if rank >= world_size => {
-            return Err(Error::usage(format!(
+            bail!(Error::usage(format!(
                 "--rank: there is no rank {rank} among {world_size} ranks; use 0 to {}",
                 world_size - 1
-            ))
-            .into());
+            )));
         }
         Some(rank) => rank..rank + 1,
         None => 0..world_size,

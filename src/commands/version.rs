@@ -40,11 +40,9 @@ impl Versions {
     /// has.
     pub(crate) fn find(program: &Program, cuda: &Cuda) -> Self {
         let found = if cuda.usable() > 0 { find_nccl() } else { Ok(None) };
-        let (nccl, nccl_problem) = match found {
-            Ok(nccl) => (nccl, None),
-            Err(error) => (None, Some(error.to_string())),
-        };
-        let (nccl, nccl_file) = nccl.map(|NcclLibrary { version, file }| (version, file)).unzip();
+        let nccl_problem = found.as_ref().err().map(ToString::to_string);
+        let nccl = found.ok().flatten().map(|NcclLibrary { version, file }| (version, file));
+        let (nccl, nccl_file) = nccl.unzip();
         Self {
             program: program
                 .is_own()
@@ -71,12 +69,9 @@ impl Versions {
     /// Returns the version, that of the program, and the commit if it is known.
     pub(super) fn program(&self) -> String {
         let commit = self.commit.map_or(String::new(), |commit| format!(", commit {commit}"));
-        match &self.program {
-            Some(ProgramVersion { name, version }) => {
-                format!("{}, in {name} {version}{commit}", self.version)
-            }
-            None => format!("{}{commit}", self.version),
-        }
+        let named = |own: &ProgramVersion| format!(", in {} {}", own.name, own.version);
+        let own = self.program.as_ref().map_or(String::new(), named);
+        format!("{}{own}{commit}", self.version)
     }
 }
 

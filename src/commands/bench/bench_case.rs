@@ -1,7 +1,7 @@
 //! The operations that `bench` measures, and the check of their results.
 
 use strum::IntoEnumIterator;
-use tch::{Kind, Tensor};
+use tch::{Kind, TchError, Tensor};
 
 use crate::commands::comm_op::{CommOp, OpTensors};
 use crate::error::Result;
@@ -84,39 +84,32 @@ impl OpTensors<'_> {
         // With multiples of the world size, the average is a whole number.
         let averages = self.op.moves().reduces && self.reduce_op == ReduceOp::Avg;
         let factor = if averages { self.group.world_size() as f64 } else { 1. };
-        let number = |i: i64| {
+        [0, 1, 2].map(|i: i64| {
             let higher = (rank as i64 + start + i) % 3 == 0;
             (least + f64::from(u8::from(higher))) * factor
-        };
-        [number(0), number(1), number(2)]
+        })
     }
 
     /// Returns the patterns of all ranks from element `start` on, reduced.
     fn reduced(&self, start: i64) -> Pattern {
         let world_size = self.group.world_size();
-        let column = |i: usize| (0..world_size).map(move |rank| self.pattern(rank, start)[i]);
-        let bits = |f: fn(i64, i64) -> i64| move |a: f64, b: f64| f(a as i64, b as i64) as f64;
-        let reduce = |i: usize| {
-            let numbers = column(i);
-            let reduced = match self.reduce_op {
-                ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum(_) => {
-                    numbers.reduce(|a, b| a + b)
-                }
-                ReduceOp::Product => numbers.reduce(|a, b| a * b),
-                ReduceOp::Min => numbers.reduce(f64::min),
-                ReduceOp::Max => numbers.reduce(f64::max),
-                ReduceOp::Band => numbers.reduce(bits(|a, b| a & b)),
-                ReduceOp::Bor => numbers.reduce(bits(|a, b| a | b)),
-                ReduceOp::Bxor => numbers.reduce(bits(|a, b| a ^ b)),
-            };
-            let factor = match self.reduce_op {
-                ReduceOp::Avg => 1. / world_size as f64,
-                ReduceOp::PremulSum(factor) => factor,
-                _ => 1.,
-            };
-            reduced.unwrap_or(0.) * factor
+        let bits = |f: fn(i64, i64) -> i64, a: f64, b: f64| f(a as i64, b as i64) as f64;
+        let reduce = |a: f64, b: f64| match self.reduce_op {
+            // No flag gives a factor.
+            ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum(_) => a + b,
+            ReduceOp::Product => a * b,
+            ReduceOp::Min => a.min(b),
+            ReduceOp::Max => a.max(b),
+            ReduceOp::Band => bits(|a, b| a & b, a, b),
+            ReduceOp::Bor => bits(|a, b| a | b, a, b),
+            ReduceOp::Bxor => bits(|a, b| a ^ b, a, b),
         };
-        [reduce(0), reduce(1), reduce(2)]
+        let averages = self.reduce_op == ReduceOp::Avg;
+        let factor = if averages { 1. / world_size as f64 } else { 1. };
+        [0, 1, 2].map(|i: usize| {
+            let numbers = (0..world_size).map(|rank| self.pattern(rank, start)[i]);
+            numbers.reduce(reduce).unwrap_or(0.) * factor
+        })
     }
 }
 
@@ -132,32 +125,28 @@ fn chunk(pattern: Pattern, like: &Tensor) -> Result<Tensor> {
     make().doing("making numbers to check with")
 }
 
-/// Calls `f` with each chunk of a tensor and its length.
-fn in_chunks(
-    tensor: &Tensor,
-    mut f: impl FnMut(Tensor, i64) -> Result<(), tch::TchError>,
-) -> Result<()> {
-    let numel = tensor.numel() as i64;
-    let mut starts = (0..numel).step_by(CHUNK as usize);
-    starts
-        .try_for_each(|start| {
-            let len = CHUNK.min(numel - start);
-            f(tensor.f_narrow(0, start, len)?, len)
-        })
-        .doing("checking a result")
+/// Calls `f` with each chunk of a tensor of one dimension.
+fn in_chunks(tensor: &Tensor, f: impl FnMut(Tensor) -> Result<(), TchError>) -> Result<()> {
+    let chunks = tensor.f_split(CHUNK, 0);
+    chunks.and_then(|chunks| chunks.into_iter().try_for_each(f)).doing("checking a result")
+}
+
+/// Returns the first elements of `chunk`, as many as `part` has.
+fn as_long_as(part: &Tensor, chunk: &Tensor) -> Result<Tensor, TchError> {
+    chunk.f_narrow(0, 0, part.numel() as i64)
 }
 
 fn fill(tensor: &Tensor, pattern: Pattern) -> Result<()> {
     let chunk = chunk(pattern, tensor)?;
-    in_chunks(tensor, |mut part, len| part.f_copy_(&chunk.f_narrow(0, 0, len)?).map(drop))
+    in_chunks(tensor, |mut part| part.f_copy_(&as_long_as(&part, &chunk)?).map(drop))
 }
 
 /// Returns the number of elements that differ from the pattern.
 fn wrong(tensor: &Tensor, pattern: Pattern) -> Result<i64> {
     let chunk = chunk(pattern, tensor)?;
     let mut wrong = 0;
-    in_chunks(tensor, |part, len| {
-        let differs = part.f_ne_tensor(&chunk.f_narrow(0, 0, len)?)?;
+    in_chunks(tensor, |part| {
+        let differs = part.f_ne_tensor(&as_long_as(&part, &chunk)?)?;
         wrong += differs.f_sum(Kind::Int64)?.f_int64_value(&[])?;
         Ok(())
     })?;

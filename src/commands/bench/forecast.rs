@@ -7,7 +7,7 @@ use std::io;
 use serde::Serialize;
 
 use super::step::StepTimes;
-use super::table::{self, Column, numbers, text};
+use super::table::{self, Column};
 use crate::process_group::SimulatedCluster;
 use crate::telemetry::Printer;
 
@@ -33,19 +33,14 @@ struct Row {
 }
 
 /// Returns the forecast of a measured step on a number of nodes of `cluster`, with a number of ranks on each. Buckets are
-/// reduced one after the other: with `overlaps`, during backward, each when it is complete.
-fn forecast(
-    times: &StepTimes,
-    overlaps: bool,
-    cluster: &SimulatedCluster,
-    [nodes, gpus]: [usize; 2],
-) -> Row {
+/// reduced one after the other: where they overlap, during backward, each when it is complete.
+fn forecast(times: &StepTimes, cluster: &SimulatedCluster, [nodes, gpus]: [usize; 2]) -> Row {
     let backward_us = times.backward_us;
     let (mut end_us, mut communication_us) = (0.0f64, 0.0);
     let mut names = BTreeSet::new();
     for (bytes, complete_us) in times.buckets() {
         let (seconds, name) = cluster.all_reduce([nodes, gpus], bytes);
-        let began_us = if overlaps { complete_us.min(backward_us) } else { backward_us };
+        let began_us = if times.overlaps { complete_us.min(backward_us) } else { backward_us };
         end_us = end_us.max(began_us) + 1e6 * seconds;
         communication_us += 1e6 * seconds;
         names.insert(name);
@@ -69,11 +64,9 @@ fn forecast(
     }
 }
 
-/// Prints the forecast of a measured step on more and more ranks of `cluster`. `overlaps` says whether buckets are reduced
-/// during backward.
+/// Prints the forecast of a measured step on more and more ranks of `cluster`.
 pub(super) fn print(
     times: &StepTimes,
-    overlaps: bool,
     cluster: &SimulatedCluster,
     printer: &Printer,
 ) -> io::Result<()> {
@@ -91,21 +84,21 @@ pub(super) fn print(
     );
     table::print_lines(printer, &head)?;
     for shape in cluster.shapes() {
-        table::print_row(printer, &COLUMNS, &forecast(times, overlaps, cluster, shape))?;
+        table::print_row(printer, &COLUMNS, &forecast(times, cluster, shape))?;
     }
     table::print_lines(printer, FOOT)
 }
 
 const COLUMNS: [Column<Row>; 9] = [
-    numbers("nodes", "", 6, |row| row.nodes.to_string()),
-    numbers("ranks", "", 7, |row| row.world_size.to_string()),
-    text("all_reduce", 13, |row| row.all_reduce.clone()),
-    numbers("step", "(us)", 11, |row| format!("{:.1}", row.us_per_step)),
-    numbers("samples", "(1/s)", 11, |row| format!("{:.0}", row.samples_per_second)),
-    numbers("efficiency", "(%)", 11, |row| format!("{:.1}", 100.0 * row.efficiency)),
-    numbers("reduction", "(us)", 11, |row| format!("{:.1}", row.communication_us)),
-    numbers("exposed", "(us)", 10, |row| format!("{:.1}", row.exposed_us)),
-    numbers("hidden", "(%)", 7, |row| {
+    ("nodes", "", 6, |row| row.nodes.to_string()),
+    ("ranks", "", 7, |row| row.world_size.to_string()),
+    ("all_reduce   ", "", 15, |row| format!("  {:<13}", row.all_reduce)), // aligned on the left
+    ("step", "(us)", 11, |row| format!("{:.1}", row.us_per_step)),
+    ("samples", "(1/s)", 11, |row| format!("{:.0}", row.samples_per_second)),
+    ("efficiency", "(%)", 11, |row| format!("{:.1}", 100.0 * row.efficiency)),
+    ("reduction", "(us)", 11, |row| format!("{:.1}", row.communication_us)),
+    ("exposed", "(us)", 10, |row| format!("{:.1}", row.exposed_us)),
+    ("hidden", "(%)", 7, |row| {
         row.hidden.map_or("-".into(), |share| format!("{:.1}", 100.0 * share))
     }),
 ];
@@ -139,8 +132,9 @@ mod tests {
             optimizer_us: 1e3,
             bucket_bytes: vec![1_000_000, 2_000_000],
             bucket_complete_us: vec![1e3, 3e3],
+            overlaps,
         };
-        forecast(&times, overlaps, &text.parse().unwrap(), shape)
+        forecast(&times, &text.parse().unwrap(), shape)
     }
 
     fn near(found: f64, expected: f64) {

@@ -30,7 +30,7 @@ pub(super) use bench_case::bus_factor;
 pub use scaling::bench_scaling;
 use sorted::Sorted;
 pub use step::bench_step;
-use table::{Column, numbers};
+use table::Column;
 
 /// The most iterations of one size.
 const MOST_ITERS: u64 = 1_000_000;
@@ -113,23 +113,14 @@ const MIN_MEASURED: Duration = Duration::from_millis(250);
 /// # Errors
 /// [`Error::Input`] when this operation can't run here, [`SpawnError`](crate::SpawnError) when a rank failed, and an
 /// error for wrong results.
-pub fn bench(flags: BenchFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
-    let check = |placement: &Placement| {
-        let world_size = placement.devices.len();
-        flags.check(world_size)?;
-        match placement.devices[0] {
-            Device::Cpu => flags.check_memory(world_size),
-            _ => Ok(()),
-        }
-    };
-    let (command, ranks) = (format!("{flags:?}"), flags.ranks.clone());
-    let (of_ranks, to) = (flags.clone(), printer.clone());
-    let on_rank = move |rank: &Rank, backend| bench_on(rank, backend, &of_ranks, &to);
-    ranks.run(&command, cuda, printer, check, on_rank)
+pub fn bench(flags: &BenchFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
+    flags.ranks.run(flags, cuda, printer, BenchFlags::check, BenchFlags::run)
 }
 
 impl BenchFlags {
-    fn check(&self, world_size: usize) -> Result<()> {
+    /// Refuses flags that do not fit each other, and tensors that this machine's memory cannot hold.
+    fn check(&self, placement: &Placement) -> Result<()> {
+        let world_size = placement.devices.len();
         let refuse = |why: String| Err(Error::usage(why));
         if let Some(operation) = self.op.reduction() {
             self.reduce_op.check_kind(operation, self.dtype)?;
@@ -146,11 +137,9 @@ impl BenchFlags {
         if self.max_bytes > 1 << 40 {
             return refuse(format!("--max-bytes {}: use at most 1T", self.max_bytes));
         }
-        Ok(())
-    }
-
-    /// Refuses tensors that this machine's memory cannot hold.
-    fn check_memory(&self, world_size: usize) -> Result<()> {
+        if placement.devices[0] != Device::Cpu {
+            return Ok(());
+        }
         let largest = self.max_bytes / self.dtype.elt_size_in_bytes() as u64;
         let numel = bench_case::count(self.op, largest, world_size) as usize;
         let tensors = self.op.tensors(world_size) * num_bytes(self.dtype, numel) as f64;
@@ -169,58 +158,52 @@ impl BenchFlags {
         counts.dedup();
         counts
     }
-}
 
-/// Measures and checks all sizes on one rank. Rank 0 prints.
-fn bench_on(
-    rank: &Rank,
-    backend: Backend,
-    flags: &BenchFlags,
-    printer: &Printer,
-) -> anyhow::Result<()> {
-    let group = rank.init_process_group(backend)?;
-    let leads = rank.rank() == 0;
-    let mut total = (0, 0.0, 0);
-    let mut spreads = Vec::new();
-    if leads {
-        table::print_lines(printer, &head(flags, &group))?;
-    }
-    for count in flags.sizes(rank.world_size()) {
-        let mut case =
-            OpTensors::new(flags.op, flags.reduce_op, count as i64, flags.dtype, &group)?;
-        let times = measure(flags, &mut case, &group)?;
-        let time = times.median();
-        spreads.push(times.spread());
-        let wrong = reduced(&group, &Tensor::from(case.check()?), ReduceOp::Sum)?.int64_value(&[]);
-        let bytes = case.bytes();
-        let algbw = bytes as f64 / time / 1e9;
-        let row = Row {
-            op: bench_case::name(flags.op),
-            bytes,
-            count,
-            dtype: dtype_name(flags.dtype),
-            reduce_op: flags.op.reduction().map(|_| flags.reduce_op.to_string()),
-            time_us: time * 1e6,
-            algbw,
-            busbw: algbw * bus_factor(flags.op, rank.world_size()),
-            wrong,
-        };
-        total = (total.0 + 1, total.1 + row.busbw, total.2 + wrong);
+    /// Measures and checks all sizes on one rank. Rank 0 prints.
+    fn run(&self, rank: &Rank, backend: Backend, printer: &Printer) -> anyhow::Result<()> {
+        let group = rank.init_process_group(backend)?;
+        let leads = rank.rank() == 0;
+        let (mut busbw, mut wrong, mut spreads) = (0.0, 0, Vec::new());
         if leads {
-            table::print_row(printer, &COLUMNS, &row)?;
+            table::print_lines(printer, &head(self, &group))?;
         }
+        for count in self.sizes(rank.world_size()) {
+            let mut case =
+                OpTensors::new(self.op, self.reduce_op, count as i64, self.dtype, &group)?;
+            let times = measure(self, &mut case, &group)?;
+            let time = times.median();
+            spreads.push(times.spread());
+            let wrong_here = reduced(&group, &Tensor::from(case.check()?), ReduceOp::Sum)?;
+            let bytes = case.bytes();
+            let algbw = bytes as f64 / time / 1e9;
+            let row = Row {
+                op: bench_case::name(self.op),
+                bytes,
+                count,
+                dtype: dtype_name(self.dtype),
+                reduce_op: self.op.reduction().map(|_| self.reduce_op.to_string()),
+                time_us: time * 1e6,
+                algbw,
+                busbw: algbw * bus_factor(self.op, rank.world_size()),
+                wrong: wrong_here.int64_value(&[]),
+            };
+            (busbw, wrong) = (busbw + row.busbw, wrong + row.wrong);
+            if leads {
+                table::print_row(printer, &COLUMNS, &row)?;
+            }
+        }
+        if leads {
+            let verdict = if wrong == 0 { "OK" } else { "FAILED" };
+            let mean = busbw / spreads.len() as f64;
+            let foot =
+                format!("# wrong values: {wrong} {verdict}\n# average busbw: {mean:.3} GB/s");
+            table::print_lines(printer, &foot)?;
+            let spread = Sorted::new(spreads).median();
+            note_if_busy("at half of the sizes the slowest round took over", spread, printer);
+        }
+        anyhow::ensure!(wrong == 0, "{wrong} elements of the results were wrong");
+        Ok(())
     }
-    let (rows, busbw, wrong) = total;
-    if leads {
-        let verdict = if wrong == 0 { "OK" } else { "FAILED" };
-        let average = busbw / f64::from(rows);
-        let foot = format!("# wrong values: {wrong} {verdict}\n# average busbw: {average:.3} GB/s");
-        table::print_lines(printer, &foot)?;
-        let spread = Sorted::new(spreads).median();
-        note_if_busy("at half of the sizes the slowest round took over", spread, printer);
-    }
-    anyhow::ensure!(wrong == 0, "{wrong} elements of the results were wrong");
-    Ok(())
 }
 
 /// The largest ratio of slow to fast measurements of the same work on an otherwise idle machine.
@@ -283,14 +266,14 @@ fn head(flags: &BenchFlags, group: &ProcessGroup) -> String {
 }
 
 const COLUMNS: [Column<Row>; 8] = [
-    numbers("size", "(B)", 10, |row| row.bytes.to_string()),
-    numbers("count", "(elem.)", 9, |row| row.count.to_string()),
-    numbers("type", "", 9, |row| row.dtype.into()),
-    numbers("redop", "", 8, |row| row.reduce_op.clone().unwrap_or("none".into())),
-    numbers("time", "(us)", 9, |row| microseconds(row.time_us)),
-    numbers("algbw", "GB/s", 7, |row| format!("{:.2}", row.algbw)),
-    numbers("busbw", "GB/s", 7, |row| format!("{:.2}", row.busbw)),
-    numbers("wrong", "", 6, |row| row.wrong.to_string()),
+    ("size", "(B)", 10, |row| row.bytes.to_string()),
+    ("count", "(elem.)", 9, |row| row.count.to_string()),
+    ("type", "", 9, |row| row.dtype.into()),
+    ("redop", "", 8, |row| row.reduce_op.clone().unwrap_or("none".into())),
+    ("time", "(us)", 9, |row| microseconds(row.time_us)),
+    ("algbw", "GB/s", 7, |row| format!("{:.2}", row.algbw)),
+    ("busbw", "GB/s", 7, |row| format!("{:.2}", row.busbw)),
+    ("wrong", "", 6, |row| row.wrong.to_string()),
 ];
 
 /// Formats a time with at most two decimals, and with fewer if it is long: eight characters hold up to 99 s.

@@ -5,18 +5,15 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use serde::Serialize;
-use serde_with::SerializeDisplay;
-use strum::Display;
 use tch::Device;
 
 use super::note_if_busy;
 use super::sorted::Sorted;
 use super::step::{StepTimes, step_on};
-use super::table::{self, Column, numbers};
+use super::table::{self, Column};
 use crate::config::Config;
-use crate::data::Dataset;
 use crate::error::{Error, counted};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Nproc, Placement, Spawn, SpawnChoice};
@@ -24,21 +21,12 @@ use crate::os::cores;
 use crate::session::{check_shared_model, configure, open_data, place_ranks};
 use crate::telemetry::Printer;
 
-/// The work that stays the same when there are more ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Display, SerializeDisplay)]
-#[strum(serialize_all = "lowercase")]
-enum Scaling {
-    /// The work of each rank.
-    Weak,
-    /// The work of all ranks together.
-    Strong,
-}
-
 /// One number of ranks: a row of the table.
 #[derive(Debug, Serialize)]
 struct Row {
     model: &'static str,
-    scaling: Scaling,
+    /// `weak`, where the work of each rank stays the same, or `strong`, where that of all ranks together does.
+    scaling: &'static str,
     /// The number of CPU cores that this process may use.
     cores: usize,
     world_size: usize,
@@ -88,7 +76,7 @@ pub fn bench_scaling(
     if config.ddp.grad_accum_steps > 1 || config.launch.spawn == SpawnChoice::Processes {
         let problem = "bench scaling measures steps of one batch, with ranks as threads; remove grad_accum_steps and \
                        spawn from the file";
-        return Err(Error::usage(problem.into()).into());
+        bail!(Error::usage(problem.into()));
     }
     let (backend, bind) = (config.launch.backend, config.launch.bind);
     let place = |nproc| place_ranks(nproc, backend, bind, cuda);
@@ -103,22 +91,18 @@ pub fn bench_scaling(
     let (batch_size, samples) = (config.training.batch_size, data.training.len());
     let batch_of_all = batch_size.saturating_mul(ranks);
     if batch_of_all > samples {
-        return Err(Error::usage(format!(
+        bail!(Error::usage(format!(
             "--batch-size: {ranks} ranks with {batch_size} samples each need more than the {samples} samples of the \
              data; use a smaller batch, fewer ranks or more samples"
-        ))
-        .into());
+        )));
     }
     // Each case with the one rank of as many threads, and the one of all cores. On GPUs threads do not matter.
     let on_gpu = placement.devices[0] != Device::Cpu;
     let mut compared = Vec::new();
-    for scaling in [Scaling::Weak, Scaling::Strong] {
+    for (scaling, is_weak) in [("weak", true), ("strong", false)] {
         let mut first = None;
         for ranks in numbers_of_ranks(ranks) {
-            let batch_size = match scaling {
-                Scaling::Weak => batch_size,
-                Scaling::Strong => batch_of_all.div_ceil(ranks),
-            };
+            let batch_size = if is_weak { batch_size } else { batch_of_all.div_ceil(ranks) };
             let Placement { threads_per_rank, .. } = place(Nproc::Count(ranks))?;
             let case = Case { ranks, threads_per_rank, batch_size };
             let one = *first.get_or_insert(case);
@@ -126,25 +110,36 @@ pub fn bench_scaling(
             compared.push((scaling, [case, alike, one]));
         }
     }
+    // Returns the times of the steps of a case.
+    let measure = |case: &Case| -> anyhow::Result<StepTimes> {
+        let mut placement = place(Nproc::Count(case.ranks))?;
+        placement.threads_per_rank = case.threads_per_rank;
+        let mut config = config.clone();
+        config.launch.nproc_per_node = Nproc::Count(case.ranks);
+        config.training.batch_size = case.batch_size;
+        config.validate_for(case.ranks)?;
+        let spawn = configure(Spawn::at(&placement), &config, printer);
+        let (backend, dataset) = (placement.backend, data.training.clone());
+        let times = spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps))?;
+        times.into_iter().flatten().next().context("rank 0 has no times")
+    };
     let cases = compared.iter().flat_map(|(_, cases)| *cases);
     let mut measured: BTreeMap<Case, Vec<StepTimes>> =
         cases.map(|case| (case, Vec::new())).collect();
     for _ in 0..repetitions {
         for (case, times) in &mut measured {
-            let mut placement = place(Nproc::Count(case.ranks))?;
-            placement.threads_per_rank = case.threads_per_rank;
-            times.push(measure(case, &placement, &config, &data.training, steps, printer)?);
+            times.push(measure(case)?);
         }
     }
     let sorted = |times: &Vec<StepTimes>| Sorted::new(times.iter().map(|step| step.us_per_step));
-    let row = |(scaling, cases): &(Scaling, [Case; 3])| {
+    let row = |&(scaling, cases): &(&'static str, [Case; 3])| {
         let us = cases.map(|case| sorted(&measured[&case]).median());
         let samples = cases.map(|case| (case.batch_size * case.ranks) as f64);
         let [all, alike, one] = [0, 1, 2].map(|i| samples[i] / us[i] * 1e6);
         let Case { ranks, threads_per_rank, batch_size } = cases[0];
         Row {
             model: config.model_name(),
-            scaling: *scaling,
+            scaling,
             cores: cores(),
             world_size: ranks,
             threads_per_rank,
@@ -180,34 +175,15 @@ fn numbers_of_ranks(most: usize) -> Vec<usize> {
     numbers
 }
 
-/// Returns the times of the steps of a case.
-fn measure(
-    case: &Case,
-    placement: &Placement,
-    config: &Config,
-    dataset: &Arc<dyn Dataset>,
-    steps: usize,
-    printer: &Arc<Printer>,
-) -> anyhow::Result<StepTimes> {
-    let mut config = config.clone();
-    config.launch.nproc_per_node = Nproc::Count(case.ranks);
-    config.training.batch_size = case.batch_size;
-    config.validate_for(case.ranks)?;
-    let spawn = configure(Spawn::at(placement), &config, printer);
-    let (backend, dataset) = (placement.backend, dataset.clone());
-    let times = spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps))?;
-    times.into_iter().flatten().next().context("rank 0 has no times")
-}
-
 const COLUMNS: [Column<Row>; 8] = [
-    numbers("scaling", "", 8, |row| row.scaling.to_string()),
-    numbers("ranks", "", 7, |row| row.world_size.to_string()),
-    numbers("threads", "a rank", 9, |row| row.threads_per_rank.to_string()),
-    numbers("batch", "a rank", 8, |row| row.batch_size.to_string()),
-    numbers("step", "(us)", 12, |row| format!("{:.1}", row.us_per_step)),
-    numbers("samples", "(1/s)", 12, |row| format!("{:.0}", row.samples_per_second)),
-    numbers("efficiency", "(%)", 12, |row| format!("{:.1}", 100.0 * row.efficiency)),
-    numbers("speed-up", "(times)", 10, |row| format!("{:.2}", row.speedup)),
+    ("scaling", "", 8, |row| row.scaling.into()),
+    ("ranks", "", 7, |row| row.world_size.to_string()),
+    ("threads", "a rank", 9, |row| row.threads_per_rank.to_string()),
+    ("batch", "a rank", 8, |row| row.batch_size.to_string()),
+    ("step", "(us)", 12, |row| format!("{:.1}", row.us_per_step)),
+    ("samples", "(1/s)", 12, |row| format!("{:.0}", row.samples_per_second)),
+    ("efficiency", "(%)", 12, |row| format!("{:.1}", 100.0 * row.efficiency)),
+    ("speed-up", "(times)", 10, |row| format!("{:.2}", row.speedup)),
 ];
 
 fn print(
@@ -219,14 +195,11 @@ fn print(
 ) -> io::Result<()> {
     let Some(last) = rows.last() else { return Ok(()) };
     let (ranks, cores) = (last.world_size, last.cores);
+    let with_all = format!("one rank with {}", counted(rows[0].threads_per_rank, "thread"));
     let (machine, one_alike, one) = if on_gpu {
         ("GPUs".into(), "one GPU", "one GPU".into())
     } else {
-        (
-            counted(cores, "CPU core"),
-            "one rank with as many threads",
-            format!("one rank with {}", counted(rows[0].threads_per_rank, "thread")),
-        )
+        (counted(cores, "CPU core"), "one rank with as many threads", with_all)
     };
     let head = format!(
         "# {}, {machine}: medians of {repetitions} repetitions of {steps} steps\n\

@@ -1,7 +1,7 @@
 //! `ddp-mp bench step`: the time of a training step, and of its parts.
 
 use std::cell::RefCell;
-use std::io;
+use std::io::{self, Write};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -48,6 +48,9 @@ pub(super) struct StepTimes {
     pub(super) bucket_bytes: Vec<usize>,
     /// The time in backward when each bucket is complete.
     pub(super) bucket_complete_us: Vec<f64>,
+    /// Whether buckets are reduced during backward.
+    #[serde(skip)]
+    pub(super) overlaps: bool,
 }
 
 impl StepTimes {
@@ -55,6 +58,26 @@ impl StepTimes {
     pub(super) fn buckets(&self) -> impl Iterator<Item = (f64, f64)> {
         let bytes = self.bucket_bytes.iter().map(|&bytes| bytes as f64);
         bytes.zip(self.bucket_complete_us.iter().copied())
+    }
+
+    /// Writes the times for people: the medians of `steps` steps.
+    fn write(&self, steps: usize, on_cpu: bool, out: &mut dyn Write) -> io::Result<()> {
+        let Self { model, batch_size: batch, world_size, .. } = self;
+        let (ranks, on) = (counted(world_size, "rank"), if on_cpu { "" } else { " on GPUs" });
+        writeln!(out, "# {model}, batch {batch}, {ranks}{on}: medians of {steps} steps, in us")?;
+        if !on_cpu {
+            writeln!(out, "# the parts are the GPU's times; the rest of a step is the host's")?;
+        }
+        let lines = [
+            ("step", self.us_per_step),
+            ("  forward", self.forward_us),
+            ("  backward", self.backward_us),
+            ("  communication", self.communication_us),
+            ("  optimizer", self.optimizer_us),
+            ("fastest", self.us_min),
+            ("slowest", self.us_max),
+        ];
+        lines.iter().try_for_each(|(name, us)| writeln!(out, "{name:<16}{us:>10.1}"))
     }
 }
 
@@ -104,12 +127,10 @@ pub fn bench_step(
             let times = step_on(rank, backend, &config, &data.training, steps.max(1))?;
             let Some(times) = times else { return Ok(()) };
             let on_cpu = rank.device() == Device::Cpu;
-            printer.result(&times, |out| write_text(&times, steps, on_cpu, out))?;
+            printer.result(&times, |out| times.write(steps, on_cpu, out))?;
             note_if_busy("the median step took", times.us_per_step / times.us_min, &printer);
             if let Some(cluster) = &config.ddp.simulate_cluster {
-                let after = config.ddp.find_unused_parameters || config.ddp.static_graph;
-                let overlaps = !(config.ddp.no_overlap || after);
-                forecast::print(&times, overlaps, cluster, &printer)?;
+                forecast::print(&times, cluster, &printer)?;
             }
             Ok(())
         })?;
@@ -144,12 +165,22 @@ pub(super) fn step_on(
         return Ok(None);
     }
     let times = &times.borrow()[WARM_UP..];
-    let us =
-        |seconds: fn(&TimedStep) -> f64| Sorted::new(times.iter().map(|step| seconds(step) * 1e6));
-    let totals = us(|step| step.total);
-    let backward_us = us(|step| step.backward).median();
+    let totals = Sorted::new(times.iter().map(|step| step.total * 1e6));
+    let us = |seconds: fn(&PhaseSeconds) -> f64| {
+        let parts = times.iter().map(|TimedStep { phases: [earlier, later], .. }| {
+            (seconds(later) - seconds(earlier)) * 1e6
+        });
+        Sorted::new(parts).median()
+    };
+    let forward: fn(&PhaseSeconds) -> f64 = if config.is_data_parallel() {
+        |phases| phases.step + phases.data + phases.forward
+    } else {
+        |phases| phases.step + phases.forward
+    };
+    let backward_us = us(|phases| phases.backward);
     let shares = |bucket: usize| Sorted::new(times.iter().map(|step| step.complete[bucket]));
     let bucket_complete_us = |bucket| shares(bucket).median().min(1.0) * backward_us;
+    let after = config.ddp.find_unused_parameters || config.ddp.static_graph;
     Ok(Some(StepTimes {
         model: config.model_name(),
         strategy: config.ddp.strategy,
@@ -159,23 +190,21 @@ pub(super) fn step_on(
         us_min: totals.smallest(),
         us_max: totals.largest(),
         us_per_step: totals.median(),
-        forward_us: us(|step| step.forward).median(),
+        forward_us: us(forward),
         backward_us,
-        communication_us: us(|step| step.communication).median(),
-        optimizer_us: us(|step| step.optimizer).median(),
+        communication_us: us(|phases| phases.collectives),
+        optimizer_us: us(|phases| phases.optimizer),
         bucket_bytes: trainer.ddp().statistics().bucket_bytes,
         bucket_complete_us: (0..times[0].complete.len()).map(bucket_complete_us).collect(),
+        overlaps: !(config.ddp.no_overlap || after),
     }))
 }
 
 /// The times of one step, in seconds.
 struct TimedStep {
     total: f64,
-    forward: f64,
-    /// Autograd alone.
-    backward: f64,
-    communication: f64,
-    optimizer: f64,
+    /// The rank's time in each phase before the step, and after it.
+    phases: [PhaseSeconds; 2],
     /// When each bucket is complete, as a share of backward.
     complete: Vec<f64>,
 }
@@ -229,45 +258,12 @@ impl<M> Callback<M> for StepTimer {
         let backward = on_host.backward - self.on_host.backward;
         let share = |time: Option<Duration>| time.map_or(1.0, |time| time.as_secs_f64() / backward);
         let complete = context.ddp().bucket_times().into_iter().map(share).collect();
-        let (earlier, later) = match (self.on_gpu, group.gpu_seconds()) {
-            (Some(earlier), Some(later)) => (earlier, later.phases),
-            _ => (self.on_host, on_host),
+        let phases = match (self.on_gpu, group.gpu_seconds()) {
+            (Some(earlier), Some(later)) => [earlier, later.phases],
+            _ => [self.on_host, on_host],
         };
-        let part = |seconds: fn(&PhaseSeconds) -> f64| seconds(&later) - seconds(&earlier);
-        let data = if self.is_scattered { part(|phases| phases.data) } else { 0.0 };
-        self.times.borrow_mut().push(TimedStep {
-            total,
-            forward: part(|phases| phases.step + phases.forward) + data,
-            backward: part(|phases| phases.backward),
-            communication: part(|phases| phases.collectives),
-            optimizer: part(|phases| phases.optimizer),
-            complete,
-        });
+        self.times.borrow_mut().push(TimedStep { total, phases, complete });
         self.begin(group);
         Ok(())
     }
-}
-
-fn write_text(
-    times: &StepTimes,
-    steps: usize,
-    on_cpu: bool,
-    out: &mut dyn io::Write,
-) -> io::Result<()> {
-    let StepTimes { model, batch_size, world_size, .. } = times;
-    let (ranks, on) = (counted(world_size, "rank"), if on_cpu { "" } else { " on GPUs" });
-    writeln!(out, "# {model}, batch {batch_size}, {ranks}{on}: medians of {steps} steps, in us")?;
-    if !on_cpu {
-        writeln!(out, "# the parts are the GPU's times; the rest of a step is the host's")?;
-    }
-    let lines = [
-        ("step", times.us_per_step),
-        ("  forward", times.forward_us),
-        ("  backward", times.backward_us),
-        ("  communication", times.communication_us),
-        ("  optimizer", times.optimizer_us),
-        ("fastest", times.us_min),
-        ("slowest", times.us_max),
-    ];
-    lines.iter().try_for_each(|(name, us)| writeln!(out, "{name:<16}{us:>10.1}"))
 }

@@ -6,50 +6,22 @@ use serde::Serialize;
 
 use crate::telemetry::{LogFormat, Printer};
 
-/// A column of a table of `R`s.
-pub(super) struct Column<R> {
-    title: &'static str,
-    unit: &'static str,
-    /// The least number of characters.
-    width: usize,
-    is_text: bool,
-    /// Returns the cell of a row.
-    cell: fn(&R) -> String,
-}
+/// A column of a table of `R`s: the title, the unit, the least number of characters, and the cell of a row. All are aligned
+/// on the right.
+pub(super) type Column<R> = (&'static str, &'static str, usize, fn(&R) -> String);
 
-/// Returns a column of numbers, aligned on the right.
-pub(super) const fn numbers<R>(
-    title: &'static str,
-    unit: &'static str,
-    width: usize,
-    cell: fn(&R) -> String,
-) -> Column<R> {
-    Column { title, unit, width, is_text: false, cell }
-}
-
-/// Returns a column of text, aligned on the left after two spaces.
-pub(super) const fn text<R>(
-    title: &'static str,
-    width: usize,
-    cell: fn(&R) -> String,
-) -> Column<R> {
-    Column { title, unit: "", width, is_text: true, cell }
-}
-
-/// Returns the titles and the units, each in a line that begins with `#`. The first column must be of numbers, and
-/// wider than its title.
+/// Returns the titles and the units, each in a line that begins with `#`. The first column must be wider than its title.
 pub(super) fn head<R>(columns: &[Column<R>]) -> String {
-    let titles: String = columns.iter().map(|column| column.aligned(column.title)).collect();
-    let units: String = columns.iter().map(|column| column.aligned(column.unit)).collect();
+    let titles: String =
+        columns.iter().map(|&(title, _, width, _)| format!("{title:>width$}")).collect();
+    let units: String =
+        columns.iter().map(|&(_, unit, width, _)| format!("{unit:>width$}")).collect();
     format!("#{}\n#{}", &titles[1..], &units[1..])
 }
 
 /// Prints lines above or below a table, unless its rows are printed as JSON.
 pub(super) fn print_lines(printer: &Printer, lines: &str) -> io::Result<()> {
-    match printer.format() {
-        LogFormat::Json => Ok(()),
-        LogFormat::Text => printer.line(lines),
-    }
+    if printer.format() == LogFormat::Text { printer.line(lines) } else { Ok(()) }
 }
 
 /// Prints a row: as a line of the table, or as JSON.
@@ -64,21 +36,14 @@ pub(super) fn print_row<R: Serialize>(
 /// Returns a line with the cells of `row` in the columns. Cells that fill their columns keep a space between them.
 pub(super) fn line<R>(columns: &[Column<R>], row: &R) -> String {
     let mut line = String::new();
-    for column in columns {
-        let cell = column.aligned(&(column.cell)(row));
+    for &(_, _, width, cell) in columns {
+        let cell = format!("{:>width$}", cell(row));
         if !line.is_empty() && !cell.starts_with(' ') {
             line.push(' ');
         }
         line.push_str(&cell);
     }
     line
-}
-
-impl<R> Column<R> {
-    fn aligned(&self, cell: &str) -> String {
-        let width = self.width;
-        if self.is_text { format!("  {cell:<width$}") } else { format!("{cell:>width$}") }
-    }
 }
 
 #[cfg(test)]
@@ -91,16 +56,15 @@ mod tests {
             size: usize,
             op: &'static str,
         }
-        let columns = [
-            numbers("size", "(B)", 6, |row: &Row| row.size.to_string()),
-            text("op", 4, |row| row.op.into()),
-            numbers("time", "(us)", 5, |_| "1.5".into()),
+        let columns: [Column<Row>; 3] = [
+            ("size", "(B)", 6, |row| row.size.to_string()),
+            ("op  ", "", 6, |row| format!("  {:<4}", row.op)),
+            ("time", "(us)", 5, |_| "1.5".into()),
         ];
         assert_eq!(head(&columns), "# size  op   time\n#  (B)       (us)");
         assert_eq!(line(&columns, &Row { size: 1024, op: "sum" }), "  1024  sum   1.5");
         assert_eq!(line(&columns, &Row { size: 1, op: "average" }), "     1  average  1.5");
-        let sizes =
-            [6, 6].map(|width| numbers("size", "(B)", width, |row: &Row| row.size.to_string()));
+        let sizes = [columns[0]; 2];
         assert_eq!(line(&sizes, &Row { size: 123456, op: "" }), "123456 123456");
     }
 }

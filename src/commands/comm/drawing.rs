@@ -1,7 +1,7 @@
 //! Drawings of the operations in letters: A is rank 0's tensor, B is rank 1's, and A1 is the part of A for rank 1.
 
 use super::operations::words;
-use super::shorten::{GAP, join, ranks};
+use super::shorten::{GAP, items, ranks};
 use crate::commands::CommOp;
 use crate::operation::{CollectiveType, Holders, Operation, Tensors};
 use crate::process_group::ReduceOp;
@@ -30,7 +30,7 @@ fn row(op: CommOp, rank: usize, world_size: usize, reduce_op: ReduceOp) -> [Stri
     let CollectiveType { inputs, outputs, reduces, .. } = op.moves();
     let mine = letters(rank);
     let most = if world_size <= 8 { 8 } else { 3 };
-    let list = |item: &dyn Fn(usize) -> String| join(world_size, most, " ", item);
+    let list = |item: &dyn Fn(usize) -> String| items(world_size, most, item).join(" ");
     // What a rank has for this one: its tensor, or a part of it.
     let from = |other: usize| {
         if inputs.is_list() { format!("{}{rank}", letters(other)) } else { letters(other) }
@@ -61,10 +61,11 @@ fn row(op: CommOp, rank: usize, world_size: usize, reduce_op: ReduceOp) -> [Stri
 fn passed_on(world_size: usize, ring: bool) -> String {
     let most = if world_size <= 5 { 5 } else { 4 };
     let ends = |rank: usize| rank + 1 == world_size && (!ring || world_size == 1);
-    let mut line = join(world_size, most, " ", |rank| {
+    let shown = items(world_size, most, |rank| {
         let sends = if ends(rank) { String::new() } else { format!(" -{}->", letters(rank)) };
         format!("rank {rank}{sends}")
     });
+    let mut line = shown.join(" ");
     if ring && world_size > 1 {
         line += " rank 0";
     }
@@ -74,7 +75,7 @@ fn passed_on(world_size: usize, ring: bool) -> String {
 /// Returns the formula of a reduction.
 fn reduced(op: ReduceOp, world_size: usize, item: &dyn Fn(usize) -> String) -> String {
     let most = if world_size <= 4 { 4 } else { 3 };
-    let terms = join(world_size, most, words(op).1, item);
+    let terms = items(world_size, most, item).join(words(op).1);
     match op {
         ReduceOp::Avg => format!("({terms})/{world_size}"),
         ReduceOp::Min | ReduceOp::Max => format!("{op}({terms})"),
@@ -85,10 +86,7 @@ fn reduced(op: ReduceOp, world_size: usize, item: &dyn Fn(usize) -> String) -> S
 /// Returns A for rank 0 and B for rank 1. AA follows Z, like the columns of a spreadsheet.
 fn letters(rank: usize) -> String {
     let last = char::from(b'A' + (rank % 26) as u8);
-    match rank / 26 {
-        0 => last.into(),
-        more => letters(more - 1) + &last.to_string(),
-    }
+    if rank < 26 { last.into() } else { format!("{}{last}", letters(rank / 26 - 1)) }
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ mod shorten;
 mod table;
 mod values;
 
+use std::io;
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -69,13 +70,6 @@ fn reduce_op() -> impl TypedValueParser<Value = ReduceOp> {
     PossibleValuesParser::new(names).try_map(|name| name.parse::<ReduceOp>())
 }
 
-/// The state that all ranks share.
-struct CommRun {
-    flags: CommFlags,
-    ops: Vec<ShownOp>,
-    printer: Arc<Printer>,
-}
-
 /// One rank's tensors before and after an operation, and the bytes that it sent and received in it.
 #[derive(Debug, Serialize, Deserialize)]
 struct Row {
@@ -101,57 +95,54 @@ struct Line {
 ///
 /// # Errors
 /// [`Error::Input`] when these operations can't run here, and [`SpawnError`](crate::SpawnError) when a rank failed.
-pub fn comm(flags: CommFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
-    let is_asked_for = |shown: &ShownOp| flags.op.is_none_or(|op| op == shown.op);
-    let ops: Vec<ShownOp> = OPS.into_iter().filter(is_asked_for).collect();
-    let (ranks, command) = (flags.ranks.clone(), format!("{flags:?}"));
-    let job = Arc::new(CommRun { flags, ops, printer: printer.clone() });
-    let of_ranks = job.clone();
-    let show = move |rank: &Rank, backend| of_ranks.show(rank, backend);
-    ranks.run(&command, cuda, printer, |placement| job.check(placement), show)
+pub fn comm(flags: &CommFlags, cuda: &Cuda, printer: &Arc<Printer>) -> anyhow::Result<()> {
+    flags.ranks.run(flags, cuda, printer, CommFlags::check, CommFlags::show)
 }
 
-/// Refuses tensors that this machine's memory cannot hold.
-fn check_tensors(flags: &CommFlags, ops: &[ShownOp], world_size: usize) -> Result<()> {
-    // An empty tensor takes 600 bytes, measured with lists of tensors on each of 1000 ranks.
-    let bytes_each = 600.0 + num_bytes(flags.dtype, flags.numel as usize) as f64;
-    for ShownOp { op, .. } in ops {
-        let (numel, name) = (flags.numel, op.name());
-        let what = format!("--numel {numel}: the tensors of {name} on {world_size} ranks take");
-        let remedy = "use fewer elements, another operation, or fewer ranks with --nproc-per-node";
-        check_fits(&what, op.tensors(world_size) * bytes_each, remedy)?;
+impl CommFlags {
+    /// Returns the operations to show.
+    fn ops(&self) -> impl Iterator<Item = ShownOp> {
+        OPS.into_iter().filter(move |shown| self.op.is_none_or(|op| op == shown.op))
     }
-    Ok(())
-}
 
-impl CommRun {
+    /// Refuses tensors that this machine's memory cannot hold.
+    fn check_tensors(&self, world_size: usize) -> Result<()> {
+        // An empty tensor takes 600 bytes, measured with lists of tensors on each of 1000 ranks.
+        let bytes_each = 600.0 + num_bytes(self.dtype, self.numel as usize) as f64;
+        self.ops().try_for_each(|ShownOp { op, .. }| {
+            let (numel, name) = (self.numel, op.name());
+            let what = format!("--numel {numel}: the tensors of {name} on {world_size} ranks take");
+            let remedy =
+                "use fewer elements, another operation, or fewer ranks with --nproc-per-node";
+            check_fits(&what, op.tensors(world_size) * bytes_each, remedy)
+        })
+    }
+
     /// Refuses arguments that an operation would refuse, before anything is printed.
     fn check(&self, placement: &Placement) -> Result<()> {
-        let CommFlags { op, dtype, reduce_op, .. } = self.flags;
+        let Self { op, dtype, reduce_op, .. } = *self;
         if let Some(op) = op.filter(|op| reduce_op != ReduceOp::Sum && op.reduction().is_none()) {
             return Err(Error::usage(format!(
                 "--reduce-op {reduce_op}: {} does not reduce elements; remove it",
                 op.name()
             )));
         }
-        for operation in self.ops.iter().filter_map(|shown| shown.op.reduction()) {
+        for operation in self.ops().filter_map(|shown| shown.op.reduction()) {
             placement.backend.check_reduction(operation, reduce_op, dtype).map_err(|error| {
                 error.named(format_args!("--reduce-op {reduce_op} --dtype {}", dtype_name(dtype)))
             })?;
         }
-        match placement.devices[0] {
-            Device::Cpu => check_tensors(&self.flags, &self.ops, placement.devices.len()),
-            _ => Ok(()),
-        }
+        let devices = &placement.devices;
+        if devices[0] == Device::Cpu { self.check_tensors(devices.len()) } else { Ok(()) }
     }
 
     /// Runs every operation on one rank, and sends its row to rank 0, which prints.
-    fn show(&self, rank: &Rank, backend: Backend) -> anyhow::Result<()> {
+    fn show(&self, rank: &Rank, backend: Backend, printer: &Printer) -> anyhow::Result<()> {
         let group = rank.init_process_group(backend)?;
-        for shown in &self.ops {
+        for shown in self.ops() {
             let row = self.run(shown.op, &group)?;
             if let Some(rows) = group.gather_object(&row, 0)? {
-                self.print(shown, &rows)?;
+                self.print(shown, &rows, printer)?;
             }
         }
         Ok(())
@@ -159,7 +150,7 @@ impl CommRun {
 
     /// Runs the operation on this rank. Returns the rank's tensors before and after.
     fn run(&self, op: CommOp, group: &ProcessGroup) -> Result<Row> {
-        let CommFlags { numel, dtype, reduce_op, .. } = self.flags;
+        let Self { numel, dtype, reduce_op, .. } = *self;
         let (rank, world_size) = (group.rank(), group.world_size());
         let moves = op.moves();
         let mut tensors = OpTensors::new(op, reduce_op, numel, dtype, group)?;
@@ -194,10 +185,10 @@ impl CommRun {
         Ok(Row { before, after, sent, received })
     }
 
-    fn print(&self, shown: &ShownOp, rows: &[Row]) -> std::io::Result<()> {
-        if self.printer.format() == LogFormat::Json {
+    fn print(&self, shown: ShownOp, rows: &[Row], printer: &Printer) -> io::Result<()> {
+        if printer.format() == LogFormat::Json {
             return rows.iter().enumerate().try_for_each(|(rank, row)| {
-                self.printer.object(&Line {
+                printer.object(&Line {
                     op: shown.op.name(),
                     rank,
                     before: row.before.as_ref().map(Value::json),
@@ -207,16 +198,16 @@ impl CommRun {
                 })
             });
         }
-        let (world_size, reduce_op) = (rows.len(), self.flags.reduce_op);
-        let ShownOp { op, pytorch_call, rust_call, .. } = *shown;
+        let (world_size, reduce_op) = (rows.len(), self.reduce_op);
+        let ShownOp { op, pytorch_call, rust_call, .. } = shown;
         let parts = [
             shown.about(reduce_op),
             drawing::draw(op, world_size, reduce_op),
             vec![format!("PyTorch  {pytorch_call}"), format!("Rust     {rust_call}")],
             table::table(rows),
         ];
-        self.printer.lines(|out| {
-            if op == self.ops[0].op {
+        printer.lines(|out| {
+            if self.ops().next().is_some_and(|first| first.op == op) {
                 writeln!(out, "{}", drawing::LEGEND)?;
                 writeln!(out, "sent and recv are in bytes.")?;
             }
@@ -241,19 +232,14 @@ mod tests {
         CommFlags::from_arg_matches(&matches).unwrap()
     }
 
-    fn shown(names: &str) -> Vec<ShownOp> {
-        OPS.into_iter()
-            .filter(|shown| names.split(' ').any(|name| name == shown.op.name()))
-            .collect()
-    }
-
     #[test]
     fn tensors_that_never_fit_are_refused() {
-        let error = check_tensors(&flags(1_000_000), &OPS, 1 << 20).unwrap_err().to_string();
+        let error = flags(1_000_000).check_tensors(1 << 20).unwrap_err().to_string();
         assert!(error.starts_with("--numel 1000000: the tensors of "), "{error}");
         // A list of tensors for each pair of ranks, though they are small.
-        let error = check_tensors(&flags(2), &shown("all_to_all"), 1 << 20).unwrap_err();
+        let op = Some(CommOp::Collective(Operation::AllToAll));
+        let error = CommFlags { op, ..flags(2) }.check_tensors(1 << 20).unwrap_err();
         assert!(error.to_string().contains("all_to_all on 1048576 ranks take "), "{error}");
-        assert!(check_tensors(&flags(1000), &OPS, 100).is_ok());
+        assert!(flags(1000).check_tensors(100).is_ok());
     }
 }

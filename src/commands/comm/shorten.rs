@@ -18,16 +18,6 @@ pub(super) fn items(count: usize, most: usize, item: impl Fn(usize) -> String) -
     shorten(count, most).into_iter().map(|i| i.map_or(GAP.into(), &item)).collect()
 }
 
-/// Returns [`items`] in one line, with `separator` between.
-pub(super) fn join(
-    count: usize,
-    most: usize,
-    separator: &str,
-    item: impl Fn(usize) -> String,
-) -> String {
-    items(count, most, item).join(separator)
-}
-
 /// Returns the ranks to show, with `None` for those left out.
 pub(super) fn ranks(world_size: usize) -> Vec<Option<usize>> {
     shorten(world_size, if world_size <= 8 { 8 } else { 6 })
@@ -39,7 +29,7 @@ mod tests {
 
     #[test]
     fn long_list_omits_only_the_middle() {
-        let shown = |count, most| join(count, most, " ", |i| i.to_string());
+        let shown = |count, most| items(count, most, |i| i.to_string()).join(" ");
         assert_eq!(shown(0, 2), "");
         assert_eq!(shown(3, 3), "0 1 2");
         assert_eq!(shown(4, 3), "0 1 ... 3");

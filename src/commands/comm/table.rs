@@ -1,7 +1,7 @@
 //! The table of the ranks' tensors before and after an operation.
 
 use super::Row;
-use super::shorten::{GAP, items, join, ranks};
+use super::shorten::{GAP, items, ranks};
 use super::values::Value;
 use crate::telemetry::in_columns;
 
@@ -41,7 +41,7 @@ fn lines(rows: &[Row], most: usize) -> Vec<String> {
 /// Returns the tensors of a value, each as `[1 2 3]`; `-` for no value.
 fn tensors(value: Option<&Value>, most: usize) -> Vec<String> {
     let tensor = |numbers: &Vec<String>| {
-        format!("[{}]", join(numbers.len(), most, " ", |i| numbers[i].clone()))
+        format!("[{}]", items(numbers.len(), most, |i| numbers[i].clone()).join(" "))
     };
     value.map_or(vec!["-".into()], |Value { tensors, .. }| {
         items(tensors.len(), most, |i| tensor(&tensors[i]))

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 
-use super::read::{Lines, Record};
+use super::read::{Lines, Ranks, Record};
 use crate::error::{Error, Result};
 use crate::telemetry::{RecordedStep, RecordedTensor, StepOfRank, TensorHash};
 
@@ -125,16 +125,15 @@ impl<'a> Comparison<'a> {
         let by_order = parameters.len() < of_a.len().max(of_b.len());
         let mut misfit = None;
         if by_order {
-            let fit = |(one, other): &(&RecordedTensor, &RecordedTensor)| {
-                one.dtype == other.dtype && one.shape == other.shape
-            };
-            misfit = of_a.iter().zip(of_b).find(|both| !fit(both));
-            let names = of_a.iter().take(of_b.len()).map(|tensor| tensor.name.clone());
-            let pair = |(place, name)| Pair { name, places: [place; 2] };
-            parameters = names.enumerate().map(pair).collect();
+            parameters.clear();
+            for (place, (one, other)) in of_a.iter().zip(of_b).enumerate() {
+                if one.dtype != other.dtype || one.shape != other.shape {
+                    misfit = Some(format!("{} has {one}, {} has {other}", a.name, b.name));
+                    break;
+                }
+                parameters.push(Pair { name: one.name.clone(), places: [place; 2] });
+            }
         }
-        let misfit =
-            misfit.map(|(one, other)| format!("{} has {one}, {} has {other}", a.name, b.name));
         // The trained tensors of one record that the other has among those that it does not train.
         let frozen = |trained: &Record, other: &Record| {
             let frozen = |name: &String| other.header.buffers.iter().any(|it| it.name == *name);
@@ -181,11 +180,7 @@ impl<'a> Comparison<'a> {
     }
 
     /// Compares one stage of a step. Returns `None` if one of the records has nothing to compare.
-    fn stage(
-        &self,
-        stage: Stage,
-        [a, b]: [&BTreeMap<usize, RecordedStep>; 2],
-    ) -> Option<Difference> {
+    fn stage(&self, stage: Stage, [a, b]: [&Ranks; 2]) -> Option<Difference> {
         let ranks = if self.has_same_ranks() {
             self.records[0].header.world_size
         } else {

@@ -8,6 +8,7 @@ mod texts;
 
 use std::path::{Path, PathBuf};
 
+use anyhow::bail;
 use clap::Args;
 
 use crate::error::{Error, Shown};
@@ -41,12 +42,11 @@ pub fn diff(flags: &DiffFlags, printer: &Printer) -> anyhow::Result<()> {
     let [a, b] = [&*flags.a, &*flags.b];
     for (record, tensors) in [(a, b), (b, a)] {
         if holds_tensors(tensors) && !holds_tensors(record) && Record::read(record).is_ok() {
-            return Err(Error::usage(format!(
+            bail!(Error::usage(format!(
                 "{} is a record, and {} holds tensors; compare two of a kind",
                 record.shown(),
                 tensors.shown()
-            ))
-            .into());
+            )));
         }
     }
     let is_equal = if holds_tensors(a) || holds_tensors(b) {
@@ -71,6 +71,6 @@ pub(super) fn compare_files(
 ) -> anyhow::Result<Option<StepOfRank>> {
     let (a, b) = (Record::read(a)?, Record::read(b)?);
     let comparison = Comparison::of([&a, &b])?;
-    printer.line(&texts::lines(&comparison).join("\n"))?;
+    printer.line(&comparison.lines().join("\n"))?;
     Ok(comparison.first())
 }

@@ -14,8 +14,11 @@ use crate::telemetry::{
     RECORD_FORMAT, RecordHeader, RecordLine, RecordedStep, StepOfRank, process_path,
 };
 
-/// The lines of ranks, by the number of the step and by rank.
-pub(super) type Lines = BTreeMap<u64, BTreeMap<usize, RecordedStep>>;
+/// The lines of a step, by rank.
+pub(super) type Ranks = BTreeMap<usize, RecordedStep>;
+
+/// The lines of a run, by the number of the step.
+pub(super) type Lines = BTreeMap<u64, Ranks>;
 
 /// The record of a run.
 #[derive(Debug)]

@@ -49,7 +49,8 @@ pub(in crate::commands) fn compare_tensors(
     }
     // Only files of `--keep` have groups. In a checkpoint, a layer may be called `output`.
     let is_kept = common.iter().any(|name| name.starts_with(ORDER[0]));
-    let group = |name: &str| if is_kept { group(name) } else { None };
+    // The place of a tensor's group in the order of computation. `None`, which comes first, for other names.
+    let group = |name: &str| ORDER.iter().position(|prefix| is_kept && name.starts_with(prefix));
     common.sort_by_key(|name| group(name));
     let (mut lines, mut lacks_tensors) = (Vec::new(), false);
     for (side, of, other) in [(sides[0], &of_a, &of_b), (sides[1], &of_b, &of_a)] {
@@ -96,11 +97,6 @@ pub(in crate::commands) fn compare_tensors(
         lines.push(format!("Of what is computed later, {later} differ{s}."));
     }
     Ok((lines, false))
-}
-
-/// Returns the place of a tensor's group in the order of computation. `None`, which comes first, for other names.
-fn group(name: &str) -> Option<usize> {
-    ORDER.iter().position(|prefix| name.starts_with(prefix))
 }
 
 /// Returns the row of a tensor that has another dtype or shape in the files.

@@ -17,7 +17,7 @@ use crate::os::{binding_note, cores};
 use crate::session::{open_data, place_all};
 use crate::telemetry::Printer;
 pub use check_gpus::check_gpus;
-use options::{options, write_options};
+use options::options;
 
 /// The object of `--log-format json`.
 #[derive(Serialize)]
@@ -114,19 +114,16 @@ pub fn env(
         }
         None => "unknown".into(),
     };
-    Ok(printer.result(&Report { versions: &versions, found: &found }, |out| {
-        write_text(&versions, &found, launcher, out)?;
-        write_options(&options, all, out)
+    let report = Report { versions: &versions, found: &found };
+    Ok(printer.result(&report, |out| {
+        write_text(&report, launcher, out)?;
+        options::write(&options, all, out)
     })?)
 }
 
 /// Writes for people what was found: a line for each value that there is.
-fn write_text(
-    versions: &Versions,
-    found: &Value,
-    launcher: String,
-    out: &mut dyn Write,
-) -> io::Result<()> {
+fn write_text(report: &Report<'_>, launcher: String, out: &mut dyn Write) -> io::Result<()> {
+    let Report { versions, found } = *report;
     let list = |path: &str| -> Vec<&str> {
         let values = found.pointer(path).and_then(Value::as_array);
         values.into_iter().flatten().filter_map(Value::as_str).collect()
@@ -146,10 +143,8 @@ fn write_text(
     });
     let names: String = names.collect();
     let driver = text("/cuda_driver").map_or_else(none, |version| format!("CUDA {version}"));
-    let host = match found.pointer("/launch/agent_store") {
-        Some(Value::Bool(true)) => "torchrun's agent",
-        _ => "process 0",
-    };
+    let has_agent = found["launch"]["agent_store"] == true;
+    let host = if has_agent { "torchrun's agent" } else { "process 0" };
     let keeps = found["keeps_memory"] == true;
     let validation = || count("/data/validation", "sample").unwrap_or_else(none);
     let sizes = text("/data/in_features").zip(text("/data/out_features"));

@@ -38,11 +38,7 @@ pub(super) fn options<'a>(
 }
 
 /// Writes the options as a file for `--config`, with their origins as comments. What a file need not say is a comment.
-pub(super) fn write_options(
-    options: &[OptionValue],
-    all: bool,
-    out: &mut dyn Write,
-) -> io::Result<()> {
+pub(super) fn write(options: &[OptionValue], all: bool, out: &mut dyn Write) -> io::Result<()> {
     let which = match (all, options) {
         (true, _) => "all options",
         (false, []) => return writeln!(out, "\nall options have their defaults; --all lists them"),

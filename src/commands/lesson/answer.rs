@@ -26,7 +26,6 @@ impl Form {
     /// Returns how to type an answer.
     pub(super) fn example(self) -> String {
         match self {
-            Form::Whole(1) => "N".into(),
             Form::Whole(count) => ["N", "M", "K", "L"][..count.min(4)].join(" "),
             Form::Decimal { .. } => "X".into(),
             Form::YesNo => "yes|no".into(),

@@ -14,25 +14,21 @@ use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile};
 use crate::launch::this_program;
 use crate::os::{Ended, TemporaryFolder, TiedChild, text_in};
 
-/// The JSON objects that `ddp-mp` has printed.
-struct Events(Vec<Value>);
-
-impl Events {
-    /// Returns a field of the first event of this name.
-    fn get<T: DeserializeOwned>(&self, event: &str, field: &str) -> anyhow::Result<T> {
-        let value = self.0.iter().find(|value| value["event"] == event).map(|it| it[field].clone());
-        let value = value.and_then(|value| serde_json::from_value(value).ok());
-        value.with_context(|| format!("ddp-mp printed no {field} of an event {event}"))
-    }
+/// Returns a field of the first event of this name among what `ddp-mp` has printed.
+fn get<T: DeserializeOwned>(events: &[Value], event: &str, field: &str) -> anyhow::Result<T> {
+    let value = events.iter().find(|value| value["event"] == event).map(|it| it[field].clone());
+    let value = value.and_then(|value| serde_json::from_value(value).ok());
+    value.with_context(|| format!("ddp-mp printed no {field} of an event {event}"))
 }
 
 /// Runs `ddp-mp` with these flags.
-fn run(flags: &[&str]) -> anyhow::Result<Events> {
+fn run(flags: &[&str]) -> anyhow::Result<Vec<Value>> {
     run_machines(&[flags])
 }
 
-/// Runs a process of `ddp-mp` for each of `machines`, which have these flags. Returns what the first prints.
-fn run_machines(machines: &[&[&str]]) -> anyhow::Result<Events> {
+/// Runs a process of `ddp-mp` for each of `machines`, which have these flags. Returns the JSON objects that the first
+/// prints.
+fn run_machines(machines: &[&[&str]]) -> anyhow::Result<Vec<Value>> {
     let start = |flags: &&[&str]| {
         let stdout = tempfile::tempfile()?;
         let mut command = this_program()?;
@@ -48,20 +44,20 @@ fn run_machines(machines: &[&[&str]]) -> anyhow::Result<Events> {
         ensure!(matches!(status.code(), Some(0 | 1)), "a process failed ({status}): {stderr}");
         texts.push(text_in(&stdout)?);
     }
-    Ok(Events(texts[0].lines().filter_map(|line| serde_json::from_str(line).ok()).collect()))
+    Ok(texts[0].lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
 }
 
 /// Returns the hash of the parameters that this run prints.
 fn hash(machines: &[&[&str]]) -> anyhow::Result<String> {
-    run_machines(machines)?.get("end", "parameters_hash")
+    get(&run_machines(machines)?, "end", "parameters_hash")
 }
 
 pub(super) fn demo() -> anyhow::Result<Found> {
-    let steps: u64 = run(&["--nproc-per-node=3"])?.get("end", "steps")?;
+    let steps: u64 = get(&run(&["--nproc-per-node=3"])?, "end", "steps")?;
     let samples = 4096u64.div_ceil(3);
     let last_batch = (samples - 1) % 32 + 1;
     let numbers = json!({ "samples": samples, "steps": steps, "last_batch": last_batch });
-    Ok(Found::new(Answer::Whole(vec![steps]), &numbers))
+    Ok((Answer::Whole(vec![steps]), numbers))
 }
 
 pub(super) fn update() -> anyhow::Result<Found> {
@@ -73,13 +69,13 @@ pub(super) fn update() -> anyhow::Result<Found> {
     let [before, gradient, after] = ["before", "average", "parameter"]
         .map(|it| kept[&format!("{it}.weight")].double_value(&[0, 18]));
     let [b, g, a] = [format!("{before:.8}"), format!("{gradient:.6}"), format!("{after:.8}")];
-    Ok(Found::new(Answer::Decimal(after), &json!({ "before": b, "gradient": g, "after": a })))
+    Ok((Answer::Decimal(after), json!({ "before": b, "gradient": g, "after": a })))
 }
 
 pub(super) fn batch() -> anyhow::Result<Found> {
     let of = |flags: &[&str]| -> anyhow::Result<(f64, String)> {
         let events = run(flags)?;
-        Ok((events.get("end", "loss")?, events.get("end", "parameters_hash")?))
+        Ok((get(&events, "end", "loss")?, get(&events, "end", "parameters_hash")?))
     };
     let (loss_of_two, hash_of_two) = of(&["--nproc-per-node=2", "--batch-size=32"])?;
     let (loss_of_one, hash_of_one) = of(&["--nproc-per-node=1", "--batch-size=64"])?;
@@ -90,31 +86,31 @@ pub(super) fn batch() -> anyhow::Result<Found> {
         "hash_of_two": hash_of_two,
         "hash_of_one": hash_of_one,
     });
-    Ok(Found::new(answer, &numbers))
+    Ok((answer, numbers))
 }
 
 pub(super) fn backend() -> anyhow::Result<Found> {
     let threaded = hash(&[&["--nproc-per-node=4", "--spawn=threads"]])?;
     let gloo = hash(&[&["--nproc-per-node=4", "--spawn=processes"]])?;
     let answer = Answer::YesNo(threaded == gloo);
-    Ok(Found::new(answer, &json!({ "threaded": threaded, "gloo": gloo })))
+    Ok((answer, json!({ "threaded": threaded, "gloo": gloo })))
 }
 
 pub(super) fn straggler() -> anyhow::Result<Found> {
     let events = run(&["--nproc-per-node=2", "--inject-fault=slow=20ms:rank=1,at=step"])?;
-    let [rank_0, rank_1]: [f64; 2] = events.get("end", "collective_seconds_by_rank")?;
+    let [rank_0, rank_1]: [f64; 2] = get(&events, "end", "collective_seconds_by_rank")?;
     let answer = Answer::Whole(vec![u64::from(rank_1 > rank_0)]);
     let [rank_0, rank_1] = [rank_0, rank_1].map(|seconds| format!("{seconds:.2}"));
-    Ok(Found::new(answer, &json!({ "seconds_of_0": rank_0, "seconds_of_1": rank_1 })))
+    Ok((answer, json!({ "seconds_of_0": rank_0, "seconds_of_1": rank_1 })))
 }
 
 pub(super) fn desync() -> anyhow::Result<Found> {
     let fault = "--inject-fault=desync:rank=1,at=step,step=5";
     let events = run(&["--nproc-per-node=3", fault, "--check-replicas-every=4"])?;
-    let step: u64 = events.get("failure", "sequence")?;
-    let rank: u64 = events.get("failure", "rank")?;
+    let step: u64 = get(&events, "failure", "sequence")?;
+    let rank: u64 = get(&events, "failure", "rank")?;
     let numbers = json!({ "step": step, "rank": rank, "steps": step + 1 });
-    Ok(Found::new(Answer::Whole(vec![step]), &numbers))
+    Ok((Answer::Whole(vec![step]), numbers))
 }
 
 pub(super) fn bad_core() -> anyhow::Result<Found> {
@@ -137,7 +133,7 @@ pub(super) fn bad_core() -> anyhow::Result<Found> {
     };
     let (with_gradient, with_parameter) = (with_flip("gradient")?, with_flip("parameter")?);
     let numbers = json!({ "with_gradient": with_gradient, "with_parameter": with_parameter });
-    Ok(Found::new(Answer::Whole(vec![with_parameter as u64]), &numbers))
+    Ok((Answer::Whole(vec![with_parameter as u64]), numbers))
 }
 
 pub(super) fn overlap() -> anyhow::Result<Found> {
@@ -149,7 +145,7 @@ pub(super) fn overlap() -> anyhow::Result<Found> {
         let of_bucket = |bucket: &str| -> anyhow::Result<f64> {
             let more = ["--out-features=512", batch, "--nproc-per-node=2"];
             let flags = [&model[..], &more, &["--max-epochs=9", &network, &steps, bucket]].concat();
-            Ok(100.0 * run(&flags)?.get::<f64>("end", "overlapped")?)
+            Ok(100.0 * get::<f64>(&run(&flags)?, "end", "overlapped")?)
         };
         Ok([of_bucket("--bucket-cap-mb=1")?, of_bucket("--bucket-cap-mb=100")?])
     };
@@ -166,7 +162,7 @@ pub(super) fn overlap() -> anyhow::Result<Found> {
         "far_small": far[0],
         "far_large": far[1],
     });
-    Ok(Found::new(answer, &numbers))
+    Ok((answer, numbers))
 }
 
 pub(super) fn checkpoints() -> anyhow::Result<Found> {
@@ -177,7 +173,7 @@ pub(super) fn checkpoints() -> anyhow::Result<Found> {
     let newest = CheckpointDir::newest_in(&path)?.context("the run has saved no checkpoint")?;
     let step = Checkpoint::read(&newest)?.state().step;
     let name = newest.file_name().unwrap_or_default().to_string_lossy();
-    Ok(Found::new(Answer::Whole(vec![step]), &json!({ "step": step, "checkpoint": name })))
+    Ok((Answer::Whole(vec![step]), json!({ "step": step, "checkpoint": name })))
 }
 
 pub(super) fn traffic() -> anyhow::Result<Found> {
@@ -186,7 +182,7 @@ pub(super) fn traffic() -> anyhow::Result<Found> {
         let of = |steps: &str| -> anyhow::Result<u64> {
             let events =
                 run(&["--model=mlp", "--hidden=256,256", "--nproc-per-node", ranks, steps])?;
-            Ok(events.get::<Vec<u64>>("end", "bytes_sent_by_rank")?[0])
+            Ok(get::<Vec<u64>>(&events, "end", "bytes_sent_by_rank")?[0])
         };
         Ok((of("--max-steps=12")? - of("--max-steps=2")?) / 10)
     };
@@ -194,7 +190,7 @@ pub(super) fn traffic() -> anyhow::Result<Found> {
     let factor = of_eight as f64 / of_four as f64;
     let (four, eight, times) = (of_four >> 10, of_eight >> 10, format!("{factor:.3}"));
     let numbers = json!({ "of_four": four, "of_eight": eight, "factor": times });
-    Ok(Found::new(Answer::Decimal(factor), &numbers))
+    Ok((Answer::Decimal(factor), numbers))
 }
 
 pub(super) fn two_by_two() -> anyhow::Result<Found> {
@@ -208,5 +204,5 @@ pub(super) fn two_by_two() -> anyhow::Result<Found> {
     };
     let together = hash(&[&machine("--node-rank=0"), &machine("--node-rank=1")])?;
     let answer = Answer::YesNo(alone == together);
-    Ok(Found::new(answer, &json!({ "one_process": alone, "two_machines": together })))
+    Ok((answer, json!({ "one_process": alone, "two_machines": together })))
 }

@@ -8,11 +8,9 @@ mod checks;
 mod lessons;
 mod texts;
 
-use std::io::Write;
-
-use anyhow::Context;
+use anyhow::{Context, bail};
 use clap::Args;
-use strum::IntoEnumIterator;
+use serde_json::Value;
 use textwrap::core::display_width;
 
 use crate::config::name;
@@ -20,7 +18,7 @@ use crate::error::Error;
 use crate::session::AlreadyReported;
 use crate::telemetry::{Language, Printer, filled, paragraph};
 use answer::Answer;
-use lessons::Check;
+use lessons::LESSONS;
 use texts::{Catalog, Texts, Words};
 
 pub use lessons::Lesson;
@@ -52,32 +50,30 @@ pub struct LessonFlags {
 /// [`Error::Input`] when the answer has another form than the exercise asks for, or when no run can check it;
 /// [`AlreadyReported`] when it is wrong; the failure of a run; and an error when stdout can't be written.
 pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
-    let catalog = Catalog::new(flags.language);
+    let catalog: Catalog = flags.language.texts("course");
     let Some(lesson) = flags.lesson else {
         return print(printer, &list(&catalog));
     };
-    let (id, words, texts) = (lesson.id(), &catalog.words, catalog.texts(lesson));
-    let check = lesson.check();
+    let (id, words, texts) = (lesson.id(), &catalog.words, &catalog.lessons[lesson.name]);
     if flags.answer.is_none() && !flags.solution {
-        return print(printer, &question(lesson, check, &catalog));
+        return print(printer, &question(lesson, &catalog));
     }
-    let Some((form, run)) = check else {
+    let Some((form, run)) = lesson.check else {
         if flags.solution {
             return print(printer, &[paragraph(&texts.measured), paragraph(&texts.why)].concat());
         }
-        return Err(Error::usage(format!(
+        bail!(Error::usage(format!(
             "--answer: lesson {id} has no check. {} Compare yours with ddp-mp lesson {id} --solution",
             texts.measured
-        ))
-        .into());
+        )));
     };
     let answer = flags.answer.as_ref().map(|answer| form.parse(answer)).transpose();
     let answer =
         answer.map_err(|problem| Error::usage(format!("--answer: lesson {id}: {problem}")))?;
-    let found = run().with_context(|| format!("running lesson {id}"))?;
+    let (right, numbers) = run().with_context(|| format!("running lesson {id}"))?;
     let (verdict, answer) = match &answer {
-        None => (&words.answer, &found.answer),
-        Some(answer) if form.accepts(answer, &found.answer) => (&words.right, answer),
+        None => (&words.answer, &right),
+        Some(answer) if form.accepts(answer, &right) => (&words.right, answer),
         Some(answer) => {
             let mut lines = vec![format!("{}{}", words.wrong, shown(answer, words))];
             lines.extend(paragraph(&format!("{}{}", words.hint, texts.hint)));
@@ -86,7 +82,9 @@ pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
         }
     };
     let mut lines = vec![format!("{verdict}{}", shown(answer, words))];
-    let numbers: Vec<_> = found.numbers.iter().map(|(name, number)| (&**name, number)).collect();
+    let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    let numbers = numbers.as_object().into_iter().flatten();
+    let numbers: Vec<_> = numbers.map(|(name, value)| (&**name, text(value))).collect();
     for (what, text) in [(&words.measured, &texts.measured), (&words.why, &texts.why)] {
         lines.extend(paragraph(&format!("{what}{}", filled(text, &numbers))));
     }
@@ -94,21 +92,20 @@ pub fn lesson(flags: &LessonFlags, printer: &Printer) -> anyhow::Result<()> {
 }
 
 fn print(printer: &Printer, lines: &[String]) -> anyhow::Result<()> {
-    let write = |out: &mut dyn Write| lines.iter().try_for_each(|line| writeln!(out, "{line}"));
-    Ok(printer.lines(write)?)
+    Ok(printer.line(&lines.join("\n"))?)
 }
 
 /// Returns all lessons, by chapter: what to type, the title, and what one learns.
 fn list(catalog: &Catalog) -> Vec<String> {
-    let id_width = Lesson::iter().map(|lesson| lesson.id().len()).max().unwrap_or(0);
-    let titles = Lesson::iter().map(|lesson| display_width(&catalog.texts(lesson).title));
+    let id_width = LESSONS.iter().map(|lesson| lesson.id().len()).max().unwrap_or(0);
+    let titles = LESSONS.iter().map(|lesson| display_width(&catalog.lessons[lesson.name].title));
     let title_width = titles.max().unwrap_or(0);
     let mut lines = Vec::new();
-    for lesson in Lesson::iter() {
-        let Texts { chapter, title, learn, .. } = catalog.texts(lesson);
+    for lesson in LESSONS {
+        let Texts { chapter, title, learn, .. } = &catalog.lessons[lesson.name];
         lines.extend(chapter.clone());
         let gap = " ".repeat(title_width - display_width(title));
-        let note = if lesson.check().is_some() { "" } else { &catalog.words.unchecked };
+        let note = if lesson.check.is_some() { "" } else { &catalog.words.unchecked };
         lines.push(format!("  {:id_width$}  {title}{gap}  {learn}{note}", lesson.id()));
     }
     lines.extend([String::new(), catalog.words.how.clone()]);
@@ -116,15 +113,15 @@ fn list(catalog: &Catalog) -> Vec<String> {
 }
 
 /// Returns the exercise of `lesson`, and how to answer it.
-fn question(lesson: Lesson, check: Option<Check>, catalog: &Catalog) -> Vec<String> {
-    let (id, words, texts) = (lesson.id(), &catalog.words, catalog.texts(lesson));
-    let mut lines = vec![catalog.heading(lesson)];
+fn question(lesson: Lesson, catalog: &Catalog) -> Vec<String> {
+    let (id, words, texts) = (lesson.id(), &catalog.words, &catalog.lessons[lesson.name]);
+    let mut lines = vec![filled(&words.heading, &[("id", &id), ("title", &texts.title)])];
     if let Some(program) = lesson.program() {
         lines.push(format!("  {}examples/{program}.rs", words.program));
         lines.push(format!("  {}cargo run --release --example {program}", words.run));
     }
     lines.extend(paragraph(&texts.task));
-    match check {
+    match lesson.check {
         Some((form, _)) => {
             let answer = format!("ddp-mp lesson {id} --answer=\"{}\"", form.example());
             lines.extend(paragraph(&format!("{}{answer}", words.check)));
@@ -150,16 +147,23 @@ fn shown(answer: &Answer, words: &Words) -> String {
 
 #[cfg(test)]
 mod tests {
+    use strum::IntoEnumIterator;
+
     use super::*;
 
     #[test]
     fn every_lesson_has_texts_in_every_language() {
-        let texts = |language, lesson| {
-            let catalog = Catalog::new(language);
-            let Texts { title, learn, task, hint, measured, why, .. } = catalog.texts(lesson);
+        let texts = |language: Language, lesson: Lesson| {
+            let catalog: Catalog = language.texts("course");
+            let Texts { title, learn, task, hint, measured, why, .. } =
+                &catalog.lessons[lesson.name];
             [title, learn, task, hint, measured, why].map(String::clone)
         };
-        for lesson in Lesson::iter() {
+        for language in Language::iter() {
+            let catalog: Catalog = language.texts("course");
+            assert_eq!(catalog.lessons.len(), LESSONS.len(), "{language}");
+        }
+        for lesson in LESSONS {
             let english = texts(Language::En, lesson);
             assert!(english.iter().all(|text| !text.is_empty() && text.is_ascii()), "{english:?}");
             for language in Language::iter().filter(|language| *language != Language::En) {
@@ -174,7 +178,7 @@ mod tests {
     #[test]
     fn lines_of_the_list_fit_into_100_columns() {
         for language in Language::iter() {
-            for line in list(&Catalog::new(language)) {
+            for line in list(&language.texts("course")) {
                 assert!(display_width(&line) <= 100, "{line}");
             }
         }

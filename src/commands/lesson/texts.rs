@@ -4,9 +4,6 @@ use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-use super::lessons::Lesson;
-use crate::telemetry::{Language, filled};
-
 /// The texts of a lesson.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -48,7 +45,7 @@ pub(super) struct Words {
     /// How to go on from the list.
     pub how: String,
     /// The heading of a lesson, which has a number or a name.
-    heading: String,
+    pub heading: String,
 }
 
 /// All texts in one language.
@@ -56,22 +53,6 @@ pub(super) struct Words {
 #[serde(deny_unknown_fields)]
 pub(super) struct Catalog {
     pub words: Words,
-    lessons: BTreeMap<Lesson, Texts>,
-}
-
-impl Catalog {
-    pub(super) fn new(language: Language) -> Self {
-        language.texts("course")
-    }
-
-    /// Returns the texts of a lesson.
-    pub(super) fn texts(&self, lesson: Lesson) -> &Texts {
-        &self.lessons[&lesson]
-    }
-
-    /// Returns the heading of a lesson.
-    pub(super) fn heading(&self, lesson: Lesson) -> String {
-        let title = &self.texts(lesson).title;
-        filled(&self.words.heading, &[("id", &lesson.id()), ("title", title)])
-    }
+    /// By the names of the lessons.
+    pub lessons: BTreeMap<String, Texts>,
 }

@@ -92,6 +92,24 @@ impl Bound {
         f64::from(f32::EPSILON)
             * (steps as f64 * f64::from(largest) + terms * f64::from(max_update))
     }
+
+    /// Returns what is compared with what, the bound in numbers, and the titles of the table.
+    pub(super) fn head(&self, config: &Config, ranks: usize) -> String {
+        let Self { steps, terms, width, largest, max_update } = self;
+        let samples = ranks * config.training.batch_size;
+        let of_sum = if config.tokens_per_sample() > 1 { "tokens" } else { "samples" };
+        let (model, batch) = (config.model_name(), config.training.batch_size);
+        format!(
+            "# {model}, {steps} steps: {ranks} ranks with batch {batch} compared with 1 rank with batch {samples}\n\
+             # bound: {:.1e} = 2^-23 ({steps} steps x {largest:.2}, the largest parameter,\n\
+             #   + ({terms} {of_sum} + {width} inputs of a layer) x {max_update:.4}, the largest change of a parameter)\n\
+             #{:<40}{:>10}  {:<8}largest in",
+            self.value(),
+            "ranks x batch",
+            "difference",
+            "bits"
+        )
+    }
 }
 
 /// The difference of one tensor between the two runs.
@@ -158,15 +176,10 @@ impl Comparison {
     /// few or `per_parameter`, otherwise for tensors beyond the bound.
     pub(super) fn write(&self, per_parameter: bool, out: &mut dyn Write) -> io::Result<()> {
         let Self { backend, device, difference, parameter, parameters, .. } = self;
-        let Variant { strategy, world_size, batch_size, grad_accum_steps } = self.variant;
-        let what = match world_size {
-            1 => "1 rank".into(),
-            _ => format!("{strategy}, {backend}"),
-        };
-        let batches = match grad_accum_steps {
-            1 => String::new(),
-            count => format!(" x {count} batches"),
-        };
+        let Variant { strategy, world_size, batch_size, grad_accum_steps: count } = self.variant;
+        let alone = world_size == 1;
+        let what = if alone { "1 rank".into() } else { format!("{strategy}, {backend}") };
+        let batches = if count == 1 { String::new() } else { format!(" x {count} batches") };
         let name = format!("{what}, {device}: {world_size} x {batch_size}{batches}");
         let bits = |equal| if equal { "equal" } else { "differ" };
         let verdict = match (self.replicas_equal, self.ok) {
@@ -198,30 +211,6 @@ fn difference(a: &ParamValues, b: &ParamValues) -> Difference {
         difference: distances.max_by(f64::total_cmp).unwrap_or_default(),
         equal_bits: pairs().all(|(a, b)| a.to_bits() == b.to_bits()),
     }
-}
-
-/// Writes what is compared with what, and the bound in numbers.
-pub(super) fn write_head(
-    config: &Config,
-    ranks: usize,
-    bound: &Bound,
-    out: &mut dyn Write,
-) -> io::Result<()> {
-    let Bound { steps, terms, width, largest, max_update } = bound;
-    let samples = ranks * config.training.batch_size;
-    let of_sum = if config.tokens_per_sample() > 1 { "tokens" } else { "samples" };
-    let (model, batch) = (config.model_name(), config.training.batch_size);
-    writeln!(
-        out,
-        "# {model}, {steps} steps: {ranks} ranks with batch {batch} compared with 1 rank with batch {samples}\n\
-         # bound: {:.1e} = 2^-23 ({steps} steps x {largest:.2}, the largest parameter,\n\
-         #   + ({terms} {of_sum} + {width} inputs of a layer) x {max_update:.4}, the largest change of a parameter)\n\
-         #{:<40}{:>10}  {:<8}largest in",
-        bound.value(),
-        "ranks x batch",
-        "difference",
-        "bits"
-    )
 }
 
 #[cfg(test)]

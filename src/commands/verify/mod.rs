@@ -19,7 +19,7 @@ use crate::runtime::FaultKind;
 use crate::session::{self, StartPoint, Training, open_data, refuse_launcher, run_command};
 use crate::telemetry::{LogFormat, Printer};
 use crate::trainer::Amp;
-use comparison::{Bound, Comparison, RunResult, values, write_head};
+use comparison::{Bound, Comparison, RunResult, values};
 
 /// A way of training. All ways must give the same result.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -230,7 +230,7 @@ impl Verification {
                 continue;
             }
             if rows.is_empty() && printer.format() == LogFormat::Text {
-                printer.lines(|out| write_head(config, ranks, &bound, out))?;
+                printer.line(&bound.head(config, ranks))?;
             }
             printer.result(&row, |out| row.write(self.per_parameter, out))?;
             rows.push(row);

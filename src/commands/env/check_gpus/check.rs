@@ -17,26 +17,18 @@ use crate::operation::Operation;
 use crate::process_group::{Backend, ReduceOp};
 use crate::telemetry::Printer;
 
-/// A check that a process makes.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct Check {
-    pub event: Event,
-    /// The GPUs; of a copy the source first.
-    pub gpus: Vec<usize>,
-}
-
-/// The sort of a check.
+/// A check that a process makes, with its GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub(super) enum Event {
+#[serde(rename_all = "snake_case", tag = "event", content = "gpus")]
+pub(super) enum Check {
     /// Which GPUs there are, and whether NCCL is.
     Machine,
     /// A product of matrices on a GPU.
-    Product,
+    Product([usize; 1]),
     /// A copy from one GPU to another.
-    Copy,
+    Copy([usize; 2]),
     /// An all_reduce of two GPUs over NCCL.
-    AllReduce,
+    AllReduce([usize; 2]),
 }
 
 /// A line on the stdout of a check's process.
@@ -73,7 +65,7 @@ pub(super) struct Found {
     pub gb_per_s: Option<f64>,
     /// The time of an all_reduce of one element.
     pub latency_us: Option<f64>,
-    /// The result of [`Event::Machine`].
+    /// The result of [`Check::Machine`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub machine: Option<Machine>,
 }
@@ -114,22 +106,22 @@ impl Found {
 ///
 /// # Errors
 /// When stdout cannot be written.
-pub(super) fn make(check: &Check, printer: &Arc<Printer>) -> anyhow::Result<()> {
+pub(super) fn make(check: Check, printer: &Arc<Printer>) -> anyhow::Result<()> {
     let cuda = cuda::load();
     let to = printer.clone();
     // If nobody reads it any more, the process is about to be killed.
     let begins = move |(what, seconds): Part| {
         drop(say(&to, &Message::Begins(what.into(), seconds)));
     };
-    let found = match (check.event, &check.gpus[..]) {
-        (Event::Product, &[gpu]) => {
+    let found = match check {
+        Check::Product([gpu]) => {
             product(Device::Cuda(gpu), begins).doing("a product").map_err(Into::into)
         }
-        (Event::Copy, &[from, to]) => {
-            copy(Device::Cuda(from), Device::Cuda(to), begins).doing("a copy").map_err(Into::into)
+        Check::Copy(gpus) => {
+            copy(gpus.map(Device::Cuda), begins).doing("a copy").map_err(Into::into)
         }
-        (Event::AllReduce, &[first, second]) => all_reduce([first, second], begins),
-        _ => {
+        Check::AllReduce(gpus) => all_reduce(gpus, begins),
+        Check::Machine => {
             let nccl_problem = Backend::Nccl.check_library().err().map(|error| error.to_string());
             let machine = Machine { gpus: cuda.gpus, gpu_problem: cuda.problem, nccl_problem };
             Ok(Found { machine: Some(machine), ..Found::default() })
@@ -192,7 +184,7 @@ fn matrix(n: i64) -> Result<(Tensor, Tensor), TchError> {
 const COPIED: i64 = 16 << 20;
 
 /// Copies numbers that all differ, so that a byte in the wrong place is noticed.
-fn copy(from: Device, to: Device, begins: impl Fn(Part)) -> Result<Found, TchError> {
+fn copy([from, to]: [Device; 2], begins: impl Fn(Part)) -> Result<Found, TchError> {
     let numbers = Tensor::f_arange(COPIED, (Kind::Int, Device::Cpu))?;
     let source = numbers.f_to_device(from)?;
     let mut copy = Tensor::f_zeros([COPIED], (Kind::Int, to))?;

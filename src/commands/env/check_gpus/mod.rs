@@ -15,7 +15,7 @@ use serde_json::json;
 use crate::error::Error;
 use crate::session::AlreadyReported;
 use crate::telemetry::Printer;
-use check::{Check, Event, Found, Machine, Verdict};
+use check::{Check, Found, Machine, Verdict};
 
 /// The variables that switch off one of NCCL's ways between GPUs.
 const SWITCHES: [&str; 3] = ["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"];
@@ -38,9 +38,9 @@ struct Checked {
 /// stdout cannot be written.
 pub fn check_gpus(printer: &Arc<Printer>) -> anyhow::Result<()> {
     if let Some(check) = process::asked_for() {
-        return check::make(&check, printer);
+        return check::make(check, printer);
     }
-    let found = process::run(&Check { event: Event::Machine, gpus: vec![] }, None, printer)?;
+    let found = process::run(Check::Machine, None, printer)?;
     let Some(machine) = found.machine else {
         bail!(
             "--check-gpus: looking for GPUs {}; look at nvidia-smi and dmesg, and find the GPU with \
@@ -75,7 +75,7 @@ impl Checks<'_> {
         let gpus = self.machine.gpus.len();
         let mut working = Vec::new();
         for gpu in 0..gpus {
-            if self.check(Event::Product, &[gpu])? {
+            if self.check(Check::Product([gpu]))? {
                 working.push(gpu);
             }
         }
@@ -90,24 +90,23 @@ impl Checks<'_> {
             pairs.extend(working[index + 1..].iter().map(|&second| [first, second]));
         }
         for &[first, second] in &pairs {
-            self.check(Event::Copy, &[first, second])?;
-            self.check(Event::Copy, &[second, first])?;
+            self.check(Check::Copy([first, second]))?;
+            self.check(Check::Copy([second, first]))?;
         }
         if let Some(problem) = &self.machine.nccl_problem {
             return self.skip(&format!("all_reduce is not checked: {problem}"));
         }
-        pairs.iter().try_for_each(|pair| self.check(Event::AllReduce, pair).map(drop))
+        pairs.into_iter().try_for_each(|pair| self.check(Check::AllReduce(pair)).map(drop))
     }
 
     /// Makes a check and prints what it found. Tries NCCL's switches with an all_reduce that does not pass. Returns whether
     /// it has passed.
-    fn check(&mut self, event: Event, gpus: &[usize]) -> anyhow::Result<bool> {
-        let check = Check { event, gpus: gpus.to_vec() };
-        let found = process::run(&check, None, self.printer)?;
+    fn check(&mut self, check: Check) -> anyhow::Result<bool> {
+        let found = process::run(check, None, self.printer)?;
         let passes = found.result == Verdict::Right;
         self.is_passed &= passes;
-        let tries = event == Event::AllReduce && !passes;
-        let passes_with = tries.then(|| self.passing(&check)).transpose()?;
+        let tries = matches!(check, Check::AllReduce(_)) && !passes;
+        let passes_with = tries.then(|| self.passing(check)).transpose()?;
         let checked = Checked { check, found, passes_with };
         let text = checked.text(&self.machine.gpus);
         self.printer.result(&checked, |out| writeln!(out, "{text}"))?;
@@ -116,7 +115,7 @@ impl Checks<'_> {
 
     /// Returns the switches with which `check` passes: those that have helped another pair, and of the others if none of
     /// them helps. Does not try those that the user has set.
-    fn passing(&mut self, check: &Check) -> anyhow::Result<Vec<&'static str>> {
+    fn passing(&mut self, check: Check) -> anyhow::Result<Vec<&'static str>> {
         let is_set = |switch: &str| std::env::var_os(switch).is_some_and(|value| value == "1");
         for has_helped in [true, false] {
             let mut passing = Vec::new();
@@ -145,13 +144,13 @@ impl Checks<'_> {
 impl Checked {
     /// Returns the line for people. `names` are those of all GPUs.
     fn text(&self, names: &[String]) -> String {
-        let Self { check: Check { event, gpus }, found, passes_with } = self;
-        let (what, remedy) = match (*event, &gpus[..]) {
-            (Event::Copy, &[from, to]) => (
+        let Self { check, found, passes_with } = self;
+        let (what, remedy) = match *check {
+            Check::Copy([from, to]) => (
                 format!("GPU {from} -> {to}: copy"),
                 "look at nvidia-smi topo -p2p r, at IOMMU and at ACS".into(),
             ),
-            (_, &[first, second]) => (
+            Check::AllReduce([first, second]) => (
                 format!("GPUs {first} and {second}: all_reduce"),
                 match passes_with.as_deref() {
                     None | Some([]) => "no switch of NCCL helps; NCCL_DEBUG=INFO says more".into(),
@@ -160,10 +159,11 @@ impl Checked {
                     }
                 },
             ),
-            _ => (
-                format!("GPU {} ({}): product", gpus[0], names[gpus[0]]),
+            Check::Product([gpu]) => (
+                format!("GPU {gpu} ({}): product", names[gpu]),
                 "look at nvidia-smi -q and dmesg".into(),
             ),
+            Check::Machine => return String::new(),
         };
         if let Some(problem) = &found.problem {
             return format!("{what} {problem}; {remedy}");

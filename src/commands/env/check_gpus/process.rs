@@ -20,6 +20,9 @@ const CHECK: &str = "DDP_MP_CHECK";
 /// How long a process that was killed may take to end. One that waits in the driver does not.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 
+/// What to say of a process that was killed and has not ended.
+const STUCK: &str = ", and its process waits in the driver and cannot be killed";
+
 /// Returns the check that this process is to make. `None` if it is no process of a check.
 pub(super) fn asked_for() -> Option<Check> {
     serde_json::from_str(&std::env::var(CHECK).ok()?).ok()
@@ -29,10 +32,10 @@ pub(super) fn asked_for() -> Option<Check> {
 ///
 /// # Errors
 /// [`Error::Input`] when no process or thread can be started.
-pub(super) fn run(check: &Check, switch: Option<&str>, printer: &Printer) -> Result<Found> {
+pub(super) fn run(check: Check, switch: Option<&str>, printer: &Printer) -> Result<Found> {
     let watched = this_program().and_then(|mut command| {
         command.args(std::env::args_os().skip(1));
-        command.env(CHECK, serde_json::to_string(check)?);
+        command.env(CHECK, serde_json::to_string(&check)?);
         command.envs(switch.map(|switch| (switch, "1")));
         watch(command, printer)
     });
@@ -77,13 +80,8 @@ fn watch(mut command: Command, printer: &Printer) -> io::Result<Found> {
     };
     let _ = child.kill(); // fails only if it has ended
     let end = Deadline::after(KILL_TIMEOUT);
-    let how = loop {
-        match end.recv(&lines) {
-            Ok(_) => {}
-            Err(RecvTimeoutError::Timeout) => break None,
-            Err(RecvTimeoutError::Disconnected) => break child.wait().ok().map(how_ended),
-        }
-    };
+    while end.recv(&lines).is_ok() {}
+    let how = child.try_wait().ok().flatten().map(how_ended);
     let (what, seconds) = part;
     Ok(match (last, how) {
         (Ok(found), _) => found,
@@ -92,10 +90,7 @@ fn watch(mut command: Command, printer: &Printer) -> io::Result<Found> {
             format!("dies{what}: its process {}", how.unwrap_or_default()),
         ),
         (Err(RecvTimeoutError::Timeout), how) => {
-            let stuck = match how {
-                Some(_) => "",
-                None => ", and its process waits in the driver and cannot be killed",
-            };
+            let stuck = if how.is_none() { STUCK } else { "" };
             Found::problem(Verdict::Hangs, format!("hangs{what} ({seconds} s){stuck}"))
         }
     })
