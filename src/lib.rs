@@ -60,6 +60,7 @@
 //! | have the loop, checkpoints and validation as well | [`trainer::Trainer`] |
 //! | run code of your own at each step or epoch of that loop | [`trainer::Callback`] |
 //! | have all flags, files and commands of `ddp-mp` for your model | [`App`] |
+//! | be told what happens in a run | [`events::Observer`], with [`Spawn::observe`] |
 //! | find out why a run failed | [`SpawnError`], [`RankFailure`] |
 //!
 //! [`prelude`] has the names that a program needs. A rank's function returns an `anyhow::Result`, so that `?` takes
@@ -106,9 +107,10 @@
 //! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sample`, `sampler`, `diff`, `bisect`, `env`, `lesson`, `new`, `completions` |
 //! | `session` | what commands share: joining the launch, where a run starts, its files, its summary |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
+//! | [`views`] | what a person sees of a run, made of its events: text, JSON, metrics, traces, reports |
 //! | [`launch`] | a thread for each rank; how they meet and how they fail, in one process or several |
 //! | [`trainer`] | the loop: epochs, batches, steps; a callback for each thing besides |
-//! | [`telemetry`] | the only place that prints: text, JSON, metrics, traces, reports |
+//! | [`events`] | what happens in a run, as plain data, and who is told of it |
 //! | [`checkpoint`] | saved completely, resumed exactly |
 //! | [`ddp`] | same start, averaged gradients: same model on all ranks |
 //! | [`optim`] | steps the flat buffers; learning rates; clipping; loss scales |
@@ -135,7 +137,8 @@
 //! * Every NCCL launch stands between two barriers of the ranks of its process.
 //! * Decisions are collective. Rank 0 decides when to stop, and every rank stops after that step. A callback that decides
 //!   for all decides from what is equal on all ranks, such as an epoch's loss.
-//! * Rank 0 writes checkpoints and metrics. stdout carries results, stderr the rest, and only `telemetry` prints.
+//! * Rank 0 writes checkpoints and metrics. stdout carries results, stderr the rest, and only `views` prints. The engine, which
+//!   is `launch` and all below it, names no view.
 //! * No global state but the handlers of signals and panics, the lock of libtorch's generator, and kept memory. The
 //!   group, the configuration and the printer are passed on.
 //! * `unsafe` has three places: `ffi`, `os` and the folders of `process_group`. Each block says why it is sound.
@@ -152,6 +155,7 @@ pub mod config;
 pub mod data;
 pub mod ddp;
 mod error;
+pub mod events;
 pub mod ffi;
 mod files;
 pub mod launch;
@@ -165,8 +169,8 @@ pub mod records;
 mod runtime;
 #[cfg(feature = "cli")]
 mod session;
-pub mod telemetry;
 pub mod trainer;
+pub mod views;
 
 #[cfg(feature = "cli")]
 pub use app::App;

@@ -101,10 +101,14 @@ pub struct ValidationMetrics {
 
 /// A parameter, and the bucket that its gradient is in.
 #[derive(Debug, Clone, Serialize)]
-pub(crate) struct Parameter {
+pub struct Parameter {
+    /// Its name.
     pub name: String,
+    /// Its shape.
     pub shape: Vec<i64>,
+    /// Its size.
     pub bytes: usize,
+    /// The index of the bucket; `None` if the parameter is not trained.
     pub bucket: Option<usize>,
 }
 

@@ -5,9 +5,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use anyhow::Result;
+use ddp_mp::events::Observers;
 use ddp_mp::models::Model;
 use ddp_mp::prelude::*;
-use ddp_mp::telemetry::{LogFormat, MetricsLogger, Printer};
+use ddp_mp::views::Metrics;
 use ddp_mp::{StopReason, StopRequest};
 
 use crate::harness::{ranks, try_ranks};
@@ -188,13 +189,12 @@ fn metrics_end_with_the_last_step() {
     let folder = tempfile::tempdir().unwrap();
     let rows = |name: &str, max_steps: Option<u64>, end_after: u64| -> Vec<(u64, f64)> {
         let path = folder.path().join(name);
-        let file = path.clone();
+        let metrics = Arc::new(Metrics::open(&path).unwrap());
         ranks(2, move |rank, group| {
-            let printer = Arc::new(Printer::new(LogFormat::Text));
-            let logger = MetricsLogger::new(&printer, None, Some(&file));
-            let logger = (rank.rank() == 0).then_some(logger).transpose()?;
+            let mut observers = Observers::default();
+            observers.add(metrics.clone());
             let options = TrainerOptions { max_steps, ..TrainerOptions::default() };
-            let trainer = trainer(rank, group)?.log_metrics(3, logger).options(options)?;
+            let trainer = trainer(rank, group)?.observe(observers, 3).options(options)?;
             trainer.callback(SkipAndStop { last: end_after, ..SkipAndStop::default() }).train(2)
         });
         let text = std::fs::read_to_string(path).unwrap();

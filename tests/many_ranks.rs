@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use ddp_mp::telemetry::peak_memory;
+use ddp_mp::os::peak_memory;
 use ddp_mp::{Error, ReduceOp};
 use tch::Tensor;
 

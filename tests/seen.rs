@@ -8,6 +8,7 @@ use std::thread;
 use std::time::Duration;
 
 use crossbeam::channel::unbounded;
+use ddp_mp::events::Event;
 use ddp_mp::{Backend, Error, ProcessGroup, ReduceOp, Spawn};
 use serde_json::Value;
 use tch::Tensor;
@@ -27,14 +28,24 @@ const SHORT: Duration = Duration::from_millis(40);
 /// Longer than a rank waits for the others on a busy machine.
 const STALL: Duration = Duration::from_secs(2);
 
+/// Returns an observer that hands each warning to `take`.
+fn warned(take: impl Fn(&str) + Send + Sync) -> impl Fn(&Event) + Send + Sync {
+    move |event| {
+        if let Event::Warning { text } = event {
+            take(text);
+        }
+    }
+}
+
 #[test]
 fn stall_warning_names_the_missing_rank() {
     let (tell, told) = unbounded::<String>();
     let (keep, texts) = unbounded::<String>();
-    let spawn =
-        Spawn::new(3).timeout(TIMEOUT).grace_period(SHORT).stall_warning(STALL, move |text| {
+    let spawn = Spawn::new(3).timeout(TIMEOUT).grace_period(SHORT).stall_warning(STALL).observe(
+        warned(move |text| {
             let _ = (tell.send(text.into()), keep.send(text.into()));
-        });
+        }),
+    );
     spawn
         .run(move |rank| {
             let group = rank.init_process_group(Backend::Threaded)?;
@@ -65,7 +76,8 @@ fn failure_is_shown_before_all_ranks_have_come_back() {
     let forever = Duration::from_secs(3600);
     let spawn = Spawn::new(2).grace_period(forever);
     let error = spawn
-        .stall_warning(forever, move |text| drop(tell.send(text.into())))
+        .stall_warning(forever)
+        .observe(warned(move |text| drop(tell.send(text.into()))))
         .run(move |rank| {
             anyhow::ensure!(rank.rank() == 1, "lost");
             let text = told.recv()?; // it comes back when it has been missed
@@ -88,7 +100,8 @@ fn failed_collective_is_over_in_the_status_dump() {
     let forever = Duration::from_secs(3600);
     let spawn = Spawn::new(2).timeout(TIMEOUT).grace_period(SHORT).dump_status_on(asks);
     spawn
-        .stall_warning(forever, move |text| drop(tell.send(text.into())))
+        .stall_warning(forever)
+        .observe(warned(move |text| drop(tell.send(text.into()))))
         .run(move |rank| {
             let group = rank.init_process_group(Backend::Threaded)?;
             let len = 4 + rank.rank();

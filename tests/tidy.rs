@@ -84,6 +84,32 @@ fn modules_use_only_modules_below_them() {
     assert_eq!(seen, order.into_iter().collect(), "the table of lib.rs names these modules");
 }
 
+/// The engine tells events, and knows nobody who looks at them. It may not name a view in a comment either.
+#[test]
+fn engine_names_no_view() {
+    let rooms = reading_order();
+    let engine: Vec<&String> = rooms.iter().skip_while(|room| *room != "launch").collect();
+    let mut words: Vec<String> =
+        ["live view", "tensorboard", "prometheus", "perfetto", "printer", "progress bar"]
+            .map(String::from)
+            .into();
+    let folders = fs::read_dir(repository("src/views")).unwrap().map(|entry| entry.unwrap().path());
+    let views: Vec<String> = folders.filter(|path| path.is_dir()).map(|path| name(&path)).collect();
+    assert!(views.contains(&"views/trace".into()), "{views:?}");
+    words.extend(views.iter().map(|view| view.replace("views/", "--")));
+    words.extend(views.iter().map(|view| view.replace('/', "::")));
+    for file in sources() {
+        let name = name(&file);
+        let room = name.split(['/', '.']).next().unwrap();
+        if !engine.iter().any(|engine| *engine == room) {
+            continue;
+        }
+        let text = fs::read_to_string(&file).unwrap().to_lowercase();
+        let found = words.iter().find(|word| text.contains(word.as_str()));
+        assert!(found.is_none(), "{name} names a view: {found:?}");
+    }
+}
+
 #[test]
 fn files_state_their_purpose_and_have_at_most_600_lines() {
     for file in sources() {
@@ -138,8 +164,8 @@ fn some_words_are_in_few_files_only() {
         ),
         (
             &["print!(", "println!(", "eprint!(", "eprintln!(", "dbg!("],
-            |name| name.starts_with("telemetry/"),
-            "only telemetry prints",
+            |name| name.starts_with("views/"),
+            "only views print",
         ),
         // The name of a file may have a line break, and text of others must not look like a line of the program.
         (&[".display()"], |_| false, "use error::Shown"),
@@ -177,7 +203,7 @@ fn words_of_one_room_stay_there() {
         let may = name == "session/data_parallel.rs";
         assert!(may || !found, "{name} names a part of session/data_parallel.rs");
         // Where a layout of the optimizer is made, chosen and explained.
-        let layouts = ["optim/", "config/", "session/checked_placement.rs", "telemetry/explain/"];
+        let layouts = ["optim/", "config/", "session/checked_placement.rs", "views/explain/"];
         let may = layouts.iter().any(|room| name.starts_with(room));
         for word in ["SharedModel", "Partitioned", "share_model", "shares_model"] {
             assert!(may || !code.contains(word), "{name} names {word}, a layout of optim");

@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
-use ddp_mp::{Backend, ReduceOp, Spawn};
+use ddp_mp::{Backend, ReduceOp, Spawn, views};
 use serde_json::Value;
 use tch::Tensor;
 use tempfile::TempDir;
@@ -260,7 +261,8 @@ fn trace_of_a_failed_run_marks_unfinished_operations() {
 fn library_run_writes_a_trace_of_its_newest_operations() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("mine.json");
-    let spawn = Spawn::new(2).timeout(TIMEOUT).trace(&path);
+    let view = Arc::new(views::Trace::open(&path, [0, 1]).unwrap());
+    let spawn = Spawn::new(2).timeout(TIMEOUT).observe(view.clone());
     spawn
         .run(|rank| {
             let group = rank.init_process_group(Backend::Threaded)?;
@@ -271,6 +273,7 @@ fn library_run_writes_a_trace_of_its_newest_operations() {
             Ok(())
         })
         .unwrap();
+    view.write().unwrap();
     // The newest are kept.
     let trace = Trace::read(&path);
     assert!(trace.named("step 19999").count() == 2 && trace.named("step 0").count() == 0);

@@ -14,7 +14,7 @@ use crate::ffi::{check_version, cuda, hide_stack_traces, keep_memory};
 use crate::launch::{SpawnError, exit_code, install_panic_hook};
 use crate::os;
 use crate::runtime::panics;
-use crate::telemetry::{LogFormat, Printer, unwritable_stdout};
+use crate::views::{LogFormat, Printer, unwritable_stdout};
 
 /// Exit code of a run that failed.
 const FAILED: u8 = 1;

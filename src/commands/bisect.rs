@@ -10,10 +10,11 @@ use clap::Args;
 
 use super::diff::{compare_files, compare_tensors};
 use crate::error::{Error, Shown};
+use crate::events::StepOfRank;
 use crate::files::Place;
 use crate::os::{TemporaryFolder, TiedChild};
 use crate::session::{AlreadyReported, path_in_shell};
-use crate::telemetry::{Printer, StepOfRank};
+use crate::views::Printer;
 
 /// The flags of `bisect`.
 #[derive(Debug, Clone, Args)]

@@ -12,7 +12,7 @@ use crate::error::{Error, Result, Shown};
 use crate::ffi::library_folder;
 use crate::os::limits::unwritable;
 use crate::session::path_in_shell;
-use crate::telemetry::Printer;
+use crate::views::Printer;
 
 /// A file of the project: its path there, and its text.
 type ProjectFile = (&'static str, &'static str);

@@ -15,7 +15,7 @@ use crate::launch::{
 };
 use crate::process_group::Backend;
 use crate::session::{self, place_all, refuse_launcher, run_command};
-use crate::telemetry::Printer;
+use crate::views::Printer;
 
 /// The ranks to start.
 #[derive(Debug, Clone, Args)]

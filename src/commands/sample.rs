@@ -11,7 +11,7 @@ use crate::config::{Config, MAX_F32, Program, number, whole};
 use crate::error::{Error, Result, Shown};
 use crate::ffi::cuda::Cuda;
 use crate::models::{Generate, GenerateOptions, ModelConfig, ModelKind};
-use crate::telemetry::{Printer, Utf8Stream};
+use crate::views::{Printer, Utf8Stream};
 
 /// The flags of `sample`.
 #[derive(Debug, Clone, Args)]

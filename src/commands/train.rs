@@ -8,10 +8,10 @@ use crate::error::Shown;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Launch, Rank, Restarts, StopReason};
 use crate::session::{
-    Session, Training, after_restart, explainer, refuse_different_replicas, run_command, show_end,
+    Session, Training, after_restart, refuse_different_replicas, run_command, show_end,
     stop_at_signals,
 };
-use crate::telemetry::Printer;
+use crate::views::Printer;
 
 /// Trains as `config` says, until all ranks finish. Returns `Some(reason)` if training stopped early.
 ///
@@ -42,33 +42,27 @@ pub fn train(
 fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     let Session { config, joined_launch, data, start_point, printer, .. } = session;
     let group = rank.init_process_group(joined_launch.placement.backend)?;
-    let logs_metrics = session.logs_metrics(&group)?;
     let checkpoint = start_point.agreed_checkpoint(&group)?;
 
     let training = Training::new(rank, &group, config, &data.training, start_point)?;
     if rank.rank() == 0 {
-        session.print_start(training.ddp.num_parameters())?;
+        session.tell_start(training.ddp.num_parameters())?;
     }
     let hash_before_broadcast = training.hash_before_broadcast;
     let mut trainer = training
         .trainer(config, config.trainer_options())?
         .share_stop(session.stop.clone())
-        .report(printer.clone());
-    if logs_metrics {
-        trainer = trainer.log_metrics(config.log_every(), session.take_metrics_logger(rank));
-    }
-    if let Some(file) = session.artifacts.record_file.clone() {
+        .observe(rank.observers().clone(), config.log_every());
+    if config.output.record.is_some() {
         let every = config.output.record_every.unwrap_or(1);
         let program = format!("{} {}", config.program.name, config.program.version);
-        trainer = trainer.record(file, every, program, config.options()?);
+        trainer = trainer.fingerprint(every, program, config.options()?);
     }
     if let Some(keep) = config.keep() {
         trainer = trainer.keep(keep);
     }
     if let Some(hash_before_broadcast) = hash_before_broadcast {
-        let parameters = trainer.ddp().num_parameters();
-        let explainer = || explainer(session, parameters);
-        trainer = trainer.explain(hash_before_broadcast, (rank.rank() == 0).then(explainer));
+        trainer = trainer.probe(hash_before_broadcast);
     }
     if let Some(validation) = &data.validation {
         let sampler = DistributedSampler::new(validation.len(), rank.world_size(), rank.rank())?;
@@ -84,9 +78,6 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     }
     if let Some(checkpoint) = &checkpoint {
         trainer.resume(checkpoint)?;
-    }
-    if rank.rank() == 0 {
-        session.artifacts.record_start(trainer.ddp(), trainer.state());
     }
     let summary = trainer.train(config.training.max_epochs)?;
     if let Some(keep) = config.keep()

@@ -14,9 +14,9 @@ use super::{Config, Invalid, flag_name};
 use crate::checkpoint::{CheckpointDir, is_used};
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result, Shown};
+use crate::files::process_path;
 use crate::files::{Place, expand_home};
 use crate::launch::SpawnChoice;
-use crate::telemetry::process_path;
 
 /// The use of a path in a run.
 #[derive(Clone, Copy, PartialEq)]

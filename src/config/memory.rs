@@ -3,7 +3,7 @@
 use super::{Config, Invalid};
 use crate::data::DatasetSpec;
 use crate::error::{Error, Result};
-use crate::telemetry::{gigabytes, total_memory};
+use crate::os::{gigabytes, total_memory};
 use crate::trainer::Loss;
 
 /// The bytes of a float32.

@@ -270,7 +270,7 @@ pub enum Error {
         reason: String,
     },
 
-    /// An output of the run, such as a log or a trace, cannot be written.
+    /// An output of the run cannot be written.
     #[error("writing {what}: {reason}")]
     Write {
         /// The output, as its flag names it.

@@ -1,4 +1,4 @@
-//! A leading `~/` in a path: the home folder. A shell expands it only at the start of a word, so not in `--metrics=~/file`.
+//! A leading `~/` in a path: the home folder. A shell expands it only at the start of a word, so not in `--flag=~/file`.
 
 use std::borrow::Cow;
 use std::env;

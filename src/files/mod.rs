@@ -16,11 +16,21 @@ pub(crate) use whole::WholeFile;
 
 use std::io;
 use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::runtime::Deadline;
+
+/// Returns the path of a process's file: `a.json` of a single process, `a.0.json` and so on of several.
+pub(crate) fn process_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
+    if count == 1 || path.file_name().is_none() {
+        return path.into();
+    }
+    let extension = path.extension().map(|extension| format!(".{}", extension.to_string_lossy()));
+    path.with_extension(format!("{process}{}", extension.unwrap_or_default()))
+}
 
 /// Waits until `file` is ready for `events`. Returns `false` after `patience`.
 fn wait_for(file: impl AsFd, events: PollFlags, patience: Duration) -> io::Result<bool> {

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use super::messages::unreadable;
 use crate::error::{Error, Result};
+use crate::events::Clock;
 use crate::ffi::TcpStore;
 use crate::process_group::ProcessMap;
-use crate::runtime::Clock;
 
 /// How many times each process asks.
 const CLOCK_SAMPLES: usize = 16;

@@ -33,7 +33,7 @@ pub struct JoinLaunchOptions {
     pub grace_period: Duration,
     /// Names and values that must be the same in all processes.
     pub shared_options: Vec<(String, String)>,
-    /// Whether the processes compare their clocks, so that their traces share one clock. The same in all processes.
+    /// Whether the processes compare their clocks, so that what they record shares one clock. The same in all processes.
     pub compare_clocks: bool,
 }
 

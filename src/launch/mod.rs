@@ -10,8 +10,6 @@ mod heartbeat_monitor;
 mod host;
 mod joined_launch;
 mod launchers;
-#[cfg(feature = "cli")]
-mod live;
 mod messages;
 mod placement;
 mod process_rendezvous;
@@ -35,8 +33,6 @@ pub use joined_launch::{JoinLaunchOptions, JoinedLaunch};
 pub use launchers::{
     Launch, LaunchChoice, LaunchKind, LaunchOptions, MasterEndpoint, Processes, detect,
 };
-#[cfg(feature = "cli")]
-pub(crate) use live::{Live, ShownView};
 pub use placement::{BackendChoice, NodeSlice, Nproc, Placement, place};
 pub use processes::SpawnChoice;
 pub(crate) use processes::{
@@ -46,6 +42,5 @@ pub use rank::Rank;
 pub(crate) use restarts::Restarts;
 pub(crate) use signals::{await_termination, end_at_signals_in};
 pub use signals::{exit_code, status_signal, stop_on_signals};
-pub(crate) use spawn::RunView;
 pub use spawn::{Spawn, spawn};
 use world::ProcessWorld;

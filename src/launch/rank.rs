@@ -9,6 +9,7 @@ use tch::Device;
 
 use super::JoinedLaunch;
 use crate::error::{Error, Result};
+use crate::events::Observers;
 use crate::operation::Operation;
 use crate::process_group::{Backend, Bootstrap, OncePerProcess, ProcessGroup, RankIdentity};
 use crate::runtime::RunContext;
@@ -30,6 +31,7 @@ pub struct Rank {
     identity: RankIdentity,
     joined_launch: Arc<JoinedLaunch>,
     run: Arc<RunContext>,
+    observers: Observers,
     /// Taken by the first `init_process_group`.
     bootstrap: RefCell<Option<Arc<SharedBootstrap>>>,
     /// Kept here too, so that the group outlives the rank function: a rank that fails must first report the failure
@@ -53,11 +55,17 @@ impl Rank {
         index: usize,
         joined_launch: Arc<JoinedLaunch>,
         run: Arc<RunContext>,
+        observers: Observers,
         bootstrap: Arc<SharedBootstrap>,
     ) -> Self {
         let identity = joined_launch.identity(index);
         let bootstrap = RefCell::new(Some(bootstrap));
-        Self { identity, joined_launch, run, bootstrap, group: OnceCell::new() }
+        Self { identity, joined_launch, run, observers, bootstrap, group: OnceCell::new() }
+    }
+
+    /// Returns who is told what happens in the run: the observers of [`Spawn::observe`](super::Spawn::observe).
+    pub fn observers(&self) -> &Observers {
+        &self.observers
     }
 
     /// Returns this rank's number, from 0.

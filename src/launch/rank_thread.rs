@@ -10,6 +10,7 @@ use tch::Device;
 use super::rank::SharedBootstrap;
 use super::{JoinedLaunch, Rank};
 use crate::error::{Error, Result};
+use crate::events::Observers;
 use crate::ffi;
 use crate::ffi::cuda::RankStream;
 use crate::operation::Operation;
@@ -25,6 +26,7 @@ pub(super) struct RankThread {
     pub cpus: Option<CpuList>,
     pub bootstrap: Arc<SharedBootstrap>,
     pub run: Arc<RunContext>,
+    pub observers: Observers,
     /// Gets `index` when the thread can be joined.
     pub ended_tx: Sender<usize>,
 }
@@ -32,7 +34,7 @@ pub(super) struct RankThread {
 impl RankThread {
     /// Runs the rank's function, `f`. Returns its result; `None` if it failed.
     pub(super) fn main<T>(self, f: &dyn Fn(&Rank) -> anyhow::Result<T>) -> Option<T> {
-        let Self { index, joined_launch, cpus, bootstrap, run, ended_tx } = self;
+        let Self { index, joined_launch, cpus, bootstrap, run, observers, ended_tx } = self;
         // First of all: memory comes from the node of the CPU that writes to it first.
         let bind = joined_launch.launch.bind;
         let bound = match cpus {
@@ -40,7 +42,7 @@ impl RankThread {
             None => Ok(()),
         };
         let threads = joined_launch.placement.threads_per_rank;
-        let context = Rank::new(index, joined_launch, run.clone(), bootstrap);
+        let context = Rank::new(index, joined_launch, run.clone(), observers, bootstrap);
         let rank = context.rank();
         run.start(rank);
         panics::watch_this_thread();

@@ -2,29 +2,11 @@
 //! request.
 
 use std::fmt::Write;
-use std::sync::Arc;
 use std::time::Duration;
 
 use super::heartbeat_monitor::HEARTBEAT_TIMEOUT;
-use crate::error::opaque_debug;
 use crate::operation::{OpId, Operation};
 use crate::runtime::{OpEntry, RunContext};
-
-/// The callback that receives reports for the user.
-#[derive(Clone)]
-pub(super) struct Notifier(Arc<dyn Fn(&str) + Send + Sync>);
-
-impl Notifier {
-    pub(super) fn new(notify: impl Fn(&str) + Send + Sync + 'static) -> Self {
-        Self(Arc::new(notify))
-    }
-
-    pub(super) fn notify(&self, text: &str) {
-        (self.0)(text);
-    }
-}
-
-opaque_debug!(Notifier);
 
 /// A collective in which ranks of this process have waited for others for longer than the limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

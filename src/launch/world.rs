@@ -21,11 +21,12 @@ use super::{
     restart_generation,
 };
 use crate::error::{Error, Result};
+use crate::events::Clock;
 use crate::ffi::store::{ALL_INTERFACES, NOT_HERE, PORT_IN_USE};
 use crate::ffi::{TcpStore, cuda};
 use crate::os::limits::require_files;
 use crate::process_group::{Backend, Bootstrap, Network, ProcessMap, nccl_host_id};
-use crate::runtime::{Clock, Instant, RunContext};
+use crate::runtime::{Instant, RunContext};
 
 /// All processes of a run, as seen by one of them.
 #[derive(Debug)]
@@ -117,7 +118,7 @@ impl ProcessWorld {
         Ok(Some(world))
     }
 
-    /// Compares this process's clock with that of process 0, for traces. All must call it, and wait `timeout` at most.
+    /// Compares this process's clock with that of process 0, for a timeline of all. All must call it, and wait `timeout` at most.
     ///
     /// # Errors
     /// [`Error::Store`], [`Error::Input`] when another process does not answer.

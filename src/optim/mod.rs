@@ -90,7 +90,7 @@ pub trait OptimizerOptions: Debug {
     /// state has the parameter's shape.
     fn states(&self) -> &'static [&'static str];
 
-    /// Returns whether a step is `parameter -= lr * gradient` and no more. `--explain` then shows it in numbers.
+    /// Returns whether a step is `parameter -= lr * gradient` and no more.
     fn is_plain(&self) -> bool {
         false
     }

@@ -3,7 +3,9 @@
 
 pub(crate) mod affinity;
 mod bus_error;
+mod held_output;
 pub(crate) mod limits;
+mod memory;
 mod openmp;
 mod process;
 pub(crate) mod shared_memory;
@@ -11,7 +13,10 @@ mod signal_cleanup;
 pub(crate) mod terminal;
 
 pub(crate) use bus_error::{WatchedMapping, watch_mapping};
+pub(crate) use held_output::{HeldOutput, Stream};
 pub(crate) use limits::cores;
+pub(crate) use memory::gigabytes;
+pub use memory::{peak_memory, total_memory};
 pub use openmp::{BeforeMain, set_up_openmp};
 pub(crate) use openmp::{binding_note, is_run_by_linker, limit_spinning_in_main};
 pub use process::{

@@ -18,12 +18,14 @@ use signal_hook::consts::SIGTTOU;
 use signal_hook::flag::register_conditional_shutdown;
 use signal_hook::low_level::register;
 
+use super::limits::explain;
 use super::process::mask;
+use crate::error::escaped;
 
-/// The terminal's settings before the view; set once.
+/// The terminal's settings before the screen was entered; set once.
 static ORIGINAL: OnceLock<Termios> = OnceLock::new();
 
-/// Whether the view is shown.
+/// Whether the screen is entered.
 static SHOWN: AtomicBool = AtomicBool::new(false);
 
 /// The process group that the terminal was taken from; 0 if it was not taken.
@@ -33,7 +35,7 @@ static TAKEN_FROM: AtomicI32 = AtomicI32::new(0);
 const LEAVE: &[u8] = b"\x1b[?1049l\x1b[?25h\x1b[m";
 const ENTER: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[2J";
 
-/// Returns why the screen cannot be used for a view; `None` if it can.
+/// Returns why the screen cannot be used; `None` if it can.
 pub(crate) fn screen_problem() -> Option<&'static str> {
     if !io::stderr().is_terminal() {
         return Some("stderr is not a terminal");
@@ -60,7 +62,7 @@ fn parent_group() -> Option<Pid> {
 /// # Errors
 /// If the system refuses.
 pub(crate) fn enter_screen() -> io::Result<()> {
-    // The user may have sent the process to the background since the view was asked for.
+    // The user may have sent the process to the background since the screen was asked for.
     if let Some(problem) = screen_problem() {
         return Err(io::Error::other(problem));
     }
@@ -84,7 +86,7 @@ pub(crate) fn is_ours() -> bool {
     tcgetpgrp(stderr()).map_or(true, |owner| owner == getpgrp())
 }
 
-/// Brings the terminal back to normal, if the view is shown and the terminal is still this process's. May be called in a
+/// Brings the terminal back to normal, if the screen is entered and the terminal is still this process's. May be called in a
 /// signal handler.
 pub(crate) fn restore() {
     if SHOWN.swap(false, Ordering::SeqCst) && is_ours() {
@@ -106,7 +108,19 @@ fn leave(owner: i32) {
     });
 }
 
-/// The terminal of a process whose child processes show the view.
+/// Returns a message of the program as stderr shows it. If a system limit caused an error in it, the limit is explained.
+pub(crate) fn message(text: &str) -> String {
+    format!("ddp-mp: {}\n", explain(text))
+}
+
+/// Writes a message of the program to stderr. It is escaped: names of hosts, files and variables are untrusted text.
+pub(crate) fn write_to_stderr(text: &str) {
+    // One write: stderr has no buffer, and the lines of several processes must not mix. An error is ignored: without stderr
+    // it cannot be reported.
+    let _ = io::stderr().lock().write_all(escaped(&message(text)).as_bytes());
+}
+
+/// The terminal of a process whose child processes draw on it.
 #[derive(Debug)]
 pub(crate) struct LentTerminal(());
 

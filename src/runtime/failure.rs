@@ -5,7 +5,7 @@
 //! 1. A rank's thread reports its error to [`RunContext::report`], which records a [`Failure`].
 //! 2. `launch::heartbeat_monitor` sends the first one to the other processes, which record it as theirs.
 //! 3. `launch::spawn` adds the devices ([`RankFailure`]) and returns all as `SpawnError`.
-//! 4. `session` writes it as an event of `--log-format json`. For a parent process it leaves it in the parent's store.
+//! 4. `session` tells it as an event. For a parent process it leaves it in the parent's store.
 //! 5. `main` prints it, or the `main` of the parent process.
 //!
 //! [`RunContext::report`]: super::RunContext::report

@@ -10,13 +10,17 @@ use std::time::Duration;
 
 use crossbeam::atomic::AtomicCell;
 use crossbeam::utils::CachePadded;
+use serde::Serialize;
 use strum::EnumCount;
 
 use super::{Instant, OpEntry, SourceLine};
 use crate::operation::{OpId, Operation};
 
-/// The number of newest entries kept per rank, unless a trace of all is wanted. A training step has about ten.
+/// The number of newest entries kept per rank, unless all are wanted. A training step has about ten.
 pub(crate) const ENTRIES: usize = if cfg!(loom) { 1 } else { 1024 };
+
+/// The number of newest entries kept per rank where all are wanted: about three thousand steps of a small model.
+pub(crate) const MOST_ENTRIES: usize = 1 << 15;
 
 /// The entries of all ranks of a run, at most `keeps` per rank.
 #[derive(Debug)]
@@ -75,7 +79,7 @@ pub(crate) struct SpanId {
 }
 
 /// How often a rank has begun a kind of collective or message.
-#[derive(Debug, Default, Clone, Copy)]
+#[derive(Debug, Default, Clone, Copy, Serialize)]
 pub(crate) struct OpTotals {
     pub calls: u64,
     pub bytes: u64,
@@ -118,7 +122,7 @@ impl FlightRecorder {
         Self { began, clock, keeps, ranks: (0..ranks).map(|_| Ring::default()).collect() }
     }
 
-    /// Returns whether more entries than usual are kept, for a trace of all of them.
+    /// Returns whether more entries than usual are kept, because all are wanted.
     pub(crate) fn keeps_all(&self) -> bool {
         self.keeps > ENTRIES
     }

@@ -8,7 +8,6 @@ mod clock;
 mod failure;
 mod fault;
 mod flight_recorder;
-mod flight_recorder_dump;
 mod op_entry;
 pub(crate) mod panics;
 mod peer_status;
@@ -27,11 +26,12 @@ pub(crate) use failure::Failure;
 pub use failure::RankFailure;
 pub use fault::Fault;
 pub(crate) use fault::{FaultKind, FlipPlace};
-pub(crate) use flight_recorder::{CallSite, FlightRecorder, OpStart, SpanId, format_call_site};
-pub(crate) use flight_recorder_dump::{Clock, FlightRecorderDump, RankEntries};
+pub(crate) use flight_recorder::{
+    CallSite, FlightRecorder, MOST_ENTRIES, OpStart, OpTotals, SpanId, format_call_site,
+};
 pub(crate) use op_entry::{OpEntry, SourceLine};
 pub use panics::install_panic_hook;
-pub(crate) use peer_status::{PeerHeartbeat, PeerStatus, RankStatus};
+pub(crate) use peer_status::{HEARTBEAT_INTERVAL, PeerHeartbeat, PeerStatus, RankStatus};
 pub(crate) use remote_snapshots::RemoteSnapshots;
 pub(crate) use run::{Activity, Peers, RunContext};
 pub use simulated_cluster::SimulatedCluster;

@@ -1,5 +1,5 @@
-//! [`OpEntry`]: what the flight recorder knows of an operation. Traces, pages, the live view, heartbeats and failure
-//! reports are views on it.
+//! [`OpEntry`]: what the flight recorder knows of an operation. Observers, heartbeats and failure reports
+//! are made of it.
 
 use std::fmt;
 use std::sync::Arc;

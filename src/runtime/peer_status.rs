@@ -9,6 +9,9 @@ use super::{OpEntry, RunContext};
 use crate::error::MissingRank;
 use crate::operation::OpId;
 
+/// The interval between heartbeats of a process: what one says may be this old when it is read.
+pub(crate) const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
+
 /// The source of the state of ranks in other processes.
 pub(crate) trait PeerStatus: fmt::Debug + Send + Sync {
     /// Updates [`RunContext::activity`] and [`RunContext::remote_snapshots`] for the ranks of other processes, as far

@@ -34,8 +34,8 @@ pub enum StopReason {
     /// The validation loss has not improved within the patience.
     #[strum(to_string = "patience")]
     NoProgress,
-    /// A key in the live view.
-    #[strum(to_string = "live view")]
+    /// A key that the user has pressed.
+    #[strum(to_string = "key")]
     Key,
     /// A callback of the trainer asked for it.
     #[strum(to_string = "callback")]

@@ -7,7 +7,7 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{JoinLaunchOptions, JoinedLaunch, Launch, Spawn};
-use crate::telemetry::Printer;
+use crate::views::Printer;
 
 /// Joins the launch, with a rendezvous if there are other processes. All must run the same `command`.
 pub(crate) fn join_launch(
@@ -49,12 +49,12 @@ pub(crate) fn configured_spawn(
 
 /// Sets all that `config` says about how ranks run.
 pub(crate) fn configure(spawn: Spawn, config: &Config, printer: &Arc<Printer>) -> Spawn {
-    let printer = printer.clone();
     spawn
         .bind(config.launch.bind)
         .timeout(config.launch.timeout)
         .grace_period(config.launch.grace_period)
-        .stall_warning(config.launch.stall_warning, move |text| printer.report(text))
+        .stall_warning(config.launch.stall_warning)
+        .observe(printer.clone())
         .check_collectives(config.ddp.check_collectives)
         .fault(config.launch.inject_fault.clone())
 }

@@ -22,11 +22,11 @@ use crate::config::Config;
 use crate::data::{Batch, Batches, DataLoader};
 use crate::ddp::{CommHook, DistributedDataParallel, GradBucket};
 use crate::error::{Error, Result};
+use crate::events::{End, RankEnd};
 use crate::ffi::TorchResult;
 use crate::models::Model;
 use crate::optim::{Optimizer, ParameterState};
 use crate::process_group::ProcessGroup;
-use crate::telemetry::{End, RankEnd};
 use crate::trainer::{Callback, Step, TrainContext};
 
 /// A communication hook that gathers each bucket on rank 0, and averages it there. The other ranks keep their own gradients,

@@ -1,20 +1,11 @@
 //! How a run ended: for the report, the failure event, and the lines that rank 0 prints.
 
-use serde::Serialize;
-
 use crate::checkpoint::{CheckpointDir, TrainerState};
 use crate::config::TrainingSection;
 use crate::error::{Shown, counted};
 use crate::launch::{SpawnError, StopReason};
 use crate::records::ValidationMetrics;
-use crate::telemetry::{RunState, validation_text};
-
-/// How a run ended.
-#[derive(Debug, Serialize)]
-pub(super) struct Outcome {
-    pub kind: RunState,
-    pub text: String,
-}
+use crate::views::{Outcome, RunState, validation_text};
 
 /// Returns how the run ended.
 pub(super) fn outcome<T>(

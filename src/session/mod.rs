@@ -1,52 +1,48 @@
-//! What commands share: joining the launch, the data, where a run starts, its artifacts, and its summary.
+//! What commands share: joining the launch, the data, where a run starts, its views, and its summary.
 //!
 //! [`Session`] is a run of training in one process, from joining the launch to the files that it leaves.
 
-mod artifacts;
 mod checked_placement;
 mod configured_launch;
 mod data;
 mod data_parallel;
-mod dealt_samples;
 mod end_messages;
-mod explainer;
-mod page;
 mod processes;
+mod report_facts;
 mod resume_checks;
 mod start_point;
 mod summary;
 mod training;
+mod views;
 
-use std::io::{self, IsTerminal};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use anyhow::Context;
 use crossbeam::channel::Receiver;
-use parking_lot::Mutex;
 use tch::Device;
 
 use crate::config::{Config, Data};
-use crate::error::{Error, Result, counted};
+use crate::error::{Error, Result, Shown};
+use crate::events::{Event, Observers, Start};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
-    JoinedLaunch, Launch, LaunchKind, Live, Rank, Restarts, RunView, ShownView, Spawn, SpawnError,
-    StopReason, StopRequest, await_termination, end_at_signals_in, status_signal, stop_on_signals,
+    JoinedLaunch, Launch, LaunchKind, Restarts, Spawn, SpawnError, StopReason, StopRequest,
+    await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
+use crate::os::limits::output_refused;
 use crate::os::terminal::screen_problem;
-use crate::process_group::ProcessGroup;
 use crate::runtime::FaultKind;
-use crate::telemetry::{Event, LogFormat, MetricsFile, MetricsLogger, Printer, Start};
-use artifacts::{RunArtifacts, continues};
+use crate::views::{Metrics, Printer};
 use end_messages::outcome;
+use views::{Opening, Views, check_kept};
 
 pub(crate) use checked_placement::{check_shared_model, place_all, place_ranks, refuse_launcher};
 pub(crate) use configured_launch::{configure, configured_spawn, join_launch};
 pub(crate) use data::open_data;
-pub(crate) use explainer::explainer;
-pub(crate) use page::path_in_shell;
 pub use processes::AlreadyReported;
 pub(crate) use processes::run_command;
+pub(crate) use report_facts::path_in_shell;
 pub(crate) use start_point::{StartPoint, after_restart};
 pub(crate) use summary::{refuse_different_replicas, show_end};
 pub(crate) use training::Training;
@@ -87,19 +83,15 @@ pub(crate) struct Session {
     pub data: Data,
     /// Where the run starts. Empty in a process without rank 0.
     pub start_point: StartPoint,
-    pub artifacts: RunArtifacts,
+    views: Views,
+    /// The printer and the views.
+    pub observers: Observers,
     pub stop: Arc<StopRequest>,
     /// The earlier starts of this run.
     pub restarts: Restarts,
     pub printer: Arc<Printer>,
-    /// The metrics logger, which rank 0 takes. `None` in a process without rank 0.
-    metrics_logger: Mutex<Option<MetricsLogger>>,
-    /// Whether the metrics logger has something to write. False in a process without rank 0.
-    logs_metrics: bool,
     /// The requests to print what the ranks are doing.
     status_requests: Receiver<()>,
-    /// The live view, while it is shown.
-    live: ShownView,
     /// The reason why the run ended before its last epoch, if it did.
     stopped: OnceLock<StopReason>,
 }
@@ -135,30 +127,33 @@ impl Session {
         } else {
             StartPoint::default()
         };
-        let artifacts =
-            joined_launch.before_ranks(|| RunArtifacts::new(&config, &joined_launch))?;
-        let mut session = Self {
+        let views = joined_launch.before_ranks(|| {
+            config.validate_files(joined_launch.process()[1])?;
+            check_kept(&config, &joined_launch)?;
+            if joined_launch.is_first() {
+                check_metrics(&config)?;
+                start_point.open_folder(&config)?;
+            }
+            let backend = &backend(&config, &joined_launch);
+            let (joined_launch, data, stop) = (&joined_launch, &data, &stop);
+            Views::open(&Opening { config: &config, joined_launch, data, backend, stop, printer })
+        })?;
+        let session = Self {
+            observers: views.observers(printer),
+            views,
             config,
             joined_launch,
             data,
-            start_point: StartPoint::default(),
-            artifacts,
+            start_point,
             stop,
             restarts,
             printer: printer.clone(),
-            metrics_logger: Mutex::default(),
-            logs_metrics: false,
             status_requests,
-            live: ShownView::default(),
             stopped: OnceLock::new(),
         };
         if session.joined_launch.is_first() {
             session.print_notes();
-            let metrics_logger =
-                session.joined_launch.before_ranks(|| session.prepare_rank_0(&mut start_point))?;
-            session.logs_metrics = metrics_logger.is_wanted();
-            session.metrics_logger = Mutex::new(Some(metrics_logger));
-            session.start_point = start_point;
+            session.joined_launch.before_ranks(|| session.claim_folder())?;
         }
         Ok(Some(session))
     }
@@ -191,23 +186,12 @@ impl Session {
         notes.for_each(|note| printer.info(&note));
     }
 
-    /// Opens the files of rank 0: metrics, and the folder of the checkpoints to save.
-    fn prepare_rank_0(&self, start_point: &mut StartPoint) -> Result<MetricsLogger> {
-        let Self { config, joined_launch, printer, .. } = self;
-        let (tensorboard, metrics) =
-            (config.output.tensorboard.as_deref(), config.output.metrics.as_deref());
-        if let Some(metrics) = metrics {
-            MetricsFile::check(metrics)?; // before any file is created
+    /// Renames newer checkpoints in the folder to save in, if there is one. Nothing can be refused any more.
+    fn claim_folder(&self) -> Result<()> {
+        if self.start_point.checkpoint_dir.is_some() {
+            Restarts::note(&self.joined_launch.launch, Restarts::SAVES)?;
         }
-        start_point.open_folder(config)?;
-        let mut logger = MetricsLogger::new(printer, tensorboard, metrics)?;
-        if start_point.checkpoint_dir.is_some() {
-            Restarts::note(&joined_launch.launch, Restarts::SAVES)?;
-        }
-        start_point.make_room(printer)?;
-        logger.curves = self.artifacts.curves();
-        logger.prometheus.clone_from(&self.artifacts.prometheus);
-        Ok(logger.continues(continues(config, joined_launch)))
+        self.start_point.make_room(&self.printer)
     }
 
     /// Returns how to start the ranks of this process.
@@ -219,52 +203,12 @@ impl Session {
         };
         spawn
             .dump_status_on(self.status_requests.clone())
-            .dump(self.artifacts.dump())
             .stop_request(self.stop.clone())
-            .view(self.live_view())
+            .observers(self.observers.clone())
     }
 
-    /// Returns the live view of the run. `None` if it is not wanted or cannot be shown, and in a process without rank 0.
-    fn live_view(&self) -> Option<Arc<dyn RunView>> {
-        let Self { config, joined_launch, printer, .. } = self;
-        let count = joined_launch.world_size();
-        let title =
-            format!("{} on {} ({})", config.model_name(), counted(count, "rank"), self.backend());
-        let is_shown = printer.shows_live && joined_launch.is_first();
-        let (printer, shown) = (printer.clone(), self.live.clone());
-        is_shown.then(|| Arc::new(Live { printer, title, shown }) as Arc<dyn RunView>)
-    }
-
-    /// Returns on every rank whether the run logs metrics, which all ranks reduce. With several processes, rank 0
-    /// broadcasts it: a collective.
-    pub(crate) fn logs_metrics(&self, group: &ProcessGroup) -> Result<bool> {
-        if !group.spans_processes() {
-            return Ok(self.logs_metrics);
-        }
-        let mut logs_metrics = vec![self.logs_metrics];
-        group.broadcast_object_list(&mut logs_metrics, 0)?;
-        Ok(logs_metrics == [true])
-    }
-
-    /// Returns the name of the backend, whether the network is simulated and whether steps are recorded, for the user.
-    pub(crate) fn backend(&self) -> String {
-        let simulated =
-            if self.config.ddp.simulate_cluster.is_some() { ", simulated network" } else { "" };
-        let recorded = if self.config.output.record.is_some() { ", steps recorded" } else { "" };
-        format!("{}{simulated}{recorded}", self.joined_launch.placement.backend.name())
-    }
-
-    /// Takes the metrics logger. `None` except on rank 0.
-    pub(crate) fn take_metrics_logger(&self, rank: &Rank) -> Option<MetricsLogger> {
-        let mut logger = self.metrics_logger.lock();
-        if rank.rank() == 0 { logger.take() } else { None }
-    }
-
-    /// Prints that the run has started: as text once, as JSON also after each restart.
-    pub(crate) fn print_start(&self, parameters: usize) -> anyhow::Result<()> {
-        if self.printer.format() != LogFormat::Json && self.restarts.started {
-            return Ok(());
-        }
+    /// Tells that the run has started.
+    pub(crate) fn tell_start(&self, parameters: usize) -> anyhow::Result<()> {
         let JoinedLaunch { placement, launch, .. } = &self.joined_launch;
         let on_gpus = matches!(placement.devices[0], Device::Cuda(_));
         let start = Start {
@@ -276,8 +220,9 @@ impl Session {
             parameters,
             restart: launch.restart_count,
             gpu_count: placement.gpu_count,
+            is_known: self.restarts.started,
         };
-        self.printer.event(&Event::Start(start))?;
+        self.observers.tell(&Event::Start(start))?;
         Ok(Restarts::note(launch, Restarts::STARTED)?)
     }
 
@@ -288,7 +233,7 @@ impl Session {
         }
     }
 
-    /// Reports how the ranks ended, and writes the trace and the report. Returns `Some(reason)` if training stopped
+    /// Reports how the ranks ended, and finishes the views. Returns `Some(reason)` if training stopped
     /// early.
     ///
     /// # Errors
@@ -298,13 +243,12 @@ impl Session {
         result: Result<T, Box<SpawnError>>,
     ) -> anyhow::Result<Option<StopReason>> {
         let Self { joined_launch, printer, .. } = self;
-        let view = self.live.lock().take(); // closes when it is dropped
         printer.end_progress();
         if let Err(error) = &result {
             let printed = printer.flush_epochs().and_then(|()| match joined_launch.launch.parent {
                 // The parent process prints it, unless the run was asked to stop.
                 Some(_) if error.stopped.is_none() || !joined_launch.is_first() => Ok(()),
-                _ => printer.event(&Event::failure(&error.failure)),
+                _ => printer.print(&Event::failure(&error.failure)),
             });
             if let Err(unwritable) = printed {
                 printer.report(&unwritable.to_string());
@@ -312,26 +256,32 @@ impl Session {
         }
         let stopped = self.stopped.get().copied();
         let outcome = outcome(&result, stopped, &self.restarts.reasons);
-        let written = self.artifacts.write(self, &outcome);
-        if let (Err(unwritable), true) = (&written, result.is_err()) {
+        let finished = self.views.finish(outcome);
+        if let (Err(unwritable), true) = (&finished, result.is_err()) {
             printer.report(&unwritable.to_string());
         }
         result?;
-        written?;
-        let Launch { parent, has_agent, .. } = &joined_launch.launch;
-        if let Some(mut view) = view
-            && parent.is_none()
-            && !has_agent
-            && io::stdin().is_terminal()
-        {
-            view.join();
-        }
+        finished?;
         if stopped == Some(StopReason::Terminate) && joined_launch.launch.has_agent {
             let grace_period = self.config.launch.grace_period.min(AGENT_POLL_INTERVAL);
             await_termination(&self.stop, grace_period).context("watching for signals")?;
         }
         Ok(stopped)
     }
+}
+
+/// Returns the name of the backend, whether the network is simulated and whether steps are recorded, for the user.
+fn backend(config: &Config, joined_launch: &JoinedLaunch) -> String {
+    let simulated = if config.ddp.simulate_cluster.is_some() { ", simulated network" } else { "" };
+    let recorded = if config.output.record.is_some() { ", steps recorded" } else { "" };
+    format!("{}{simulated}{recorded}", joined_launch.placement.backend.name())
+}
+
+/// Refuses a file of metrics of another program before any file is made.
+fn check_metrics(config: &Config) -> Result<()> {
+    let Some(path) = &config.output.metrics else { return Ok(()) };
+    Metrics::check(path)
+        .map_err(|error| output_refused(&format!("--metrics {}", path.shown()), &error))
 }
 
 /// Checks that the cluster of `--simulate-cluster` has the ranks of this run, and that they are on CPUs.

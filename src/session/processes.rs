@@ -7,12 +7,13 @@ use super::checked_placement::{place_processes, starts_processes};
 use crate::checkpoint::CheckpointDir;
 use crate::config::Config;
 use crate::error::{Error, Result, Shown};
+use crate::events::Event;
 use crate::ffi::cuda::Cuda;
 use crate::launch::{
     ChildError, Children, ErrorKind, Launch, LaunchKind, ProcessesEnd, SpawnChoice, SpawnError,
     SpawnProcesses, StopReason,
 };
-use crate::telemetry::{Event, LogFormat, Printer};
+use crate::views::{LogFormat, Printer};
 
 /// Runs a command by `here`, on ranks of this process. If `config` asks for child processes, one for each rank or one for all
 /// ranks, they run it in the place of this process, and are restarted after a failure. `stops`: whether the command stops at
@@ -43,8 +44,9 @@ pub(crate) fn run_command(
     }
     let (timeout, grace_period) = (config.launch.timeout, config.launch.grace_period);
     let children = placement.as_ref().map_or(Children::Threads, Children::Ranks);
-    let live = printer.shows_live;
-    let spawn = SpawnProcesses { children, timeout, grace_period, stops, max_restarts, live };
+    let lends_terminal = printer.shows_live;
+    let spawn =
+        SpawnProcesses { children, timeout, grace_period, stops, max_restarts, lends_terminal };
     let from = || match &config.checkpoints.checkpoint_dir {
         Some(dir) if matches!(CheckpointDir::newest_in(dir), Ok(None)) => {
             format!("from the start of the run, because {} has no checkpoint", dir.shown())
@@ -68,7 +70,7 @@ pub(crate) fn run_command(
         let is_of_input = matches!(error.kind, ErrorKind::WrongInput | ErrorKind::Other);
         if !is_of_input {
             let text = failure.as_ref().map_or(&error.text, |failure| &failure.error).clone();
-            printer.event(&Event::Failure {
+            printer.print(&Event::Failure {
                 failure,
                 error: text,
                 repeated: error.repeated,

@@ -5,8 +5,8 @@ use crate::config::Config;
 use crate::error::{Error, Result, Shown, counted, escaped_line};
 use crate::optim::GradScalerState;
 use crate::records::DataFile;
-use crate::telemetry::Printer;
 use crate::trainer::Amp;
+use crate::views::Printer;
 
 /// Checks the rest of `trainer.json` against this run, which has these data files. They may be in another folder.
 fn check(state: &TrainerState, config: &Config, data_files: &[DataFile]) -> Result<()> {

@@ -14,7 +14,7 @@ use crate::ffi::Generator;
 use crate::launch::Restarts;
 use crate::process_group::ProcessGroup;
 use crate::records::DataFile;
-use crate::telemetry::Printer;
+use crate::views::Printer;
 
 /// The starting point of a run, shared by its ranks.
 #[derive(Debug, Default)]
@@ -188,7 +188,7 @@ mod tests {
     use super::*;
     use crate::checkpoint::{Snapshot, TrainerState};
     use crate::models::state_dict;
-    use crate::telemetry::LogFormat;
+    use crate::views::LogFormat;
 
     /// Resumes with `config` on 2 ranks, from a checkpoint of such a run with this state.
     fn resume(config: &Config, state: TrainerState) -> Result<StartPoint, String> {

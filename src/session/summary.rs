@@ -1,18 +1,18 @@
 //! The end of a run: rank 0 gathers what each rank did, and hands how the run went to everything that shows it.
 
-use std::io;
-
 use super::Session;
 use super::data_parallel::through_rank_0_message;
 use super::end_messages::{before_max_steps_message, best_message, stopped_message};
 use crate::config::Config;
 use crate::error::{Compared, Result};
+use crate::events::{End, Event, RankEnd, find_straggler};
 use crate::models::Model;
+use crate::os::peak_memory;
 use crate::process_group::{ProcessGroup, Traffic};
 use crate::records::PhaseSeconds;
 use crate::runtime::StopReason;
-use crate::telemetry::{End, Event, LogFormat, RankEnd, find_straggler, peak_memory};
 use crate::trainer::{Summary, Trainer, compare_replicas};
+use crate::views::LogFormat;
 
 /// Shows how the run ended, on rank 0. Returns on all ranks whether the replicas are equal. A collective.
 pub(crate) fn show_end(
@@ -29,7 +29,6 @@ pub(crate) fn show_end(
     group.broadcast_object_list(&mut are_equal, 0)?;
     if let Some(ranks) = ranks {
         let end = end(ranks, model_hash, trainer, summary, session, group);
-        session.artifacts.record_end(trainer.ddp(), &end);
         print_end(end, trainer, summary.stopped, session)?;
     }
     Ok(are_equal == [true])
@@ -95,6 +94,7 @@ fn end(
         steps_now: summary.steps_now,
         first_loss: summary.first_loss,
         can_overlap: group.is_stream_ordered() || group.uses_network(),
+        parameters: trainer.ddp().described_parameters(),
     }
 }
 
@@ -104,7 +104,7 @@ fn print_end(
     trainer: &Trainer<Model>,
     reason: Option<StopReason>,
     session: &Session,
-) -> io::Result<()> {
+) -> anyhow::Result<()> {
     let Session { config, printer, start_point, .. } = session;
     let replicas_equal = end.replicas_equal;
     let with_text = printer.format() == LogFormat::Text && replicas_equal;
@@ -112,7 +112,7 @@ fn print_end(
         let notes = [through_rank_0_message(config, &end), hidden_message(config, &end)];
         notes.iter().flatten().for_each(|note| printer.info(note));
     }
-    printer.event(&Event::End(Box::new(end)))?;
+    session.observers.tell(&Event::End(Box::new(end)))?;
     let dir = start_point.checkpoint_dir.as_ref();
     if let Some(metrics) = &trainer.state().best
         && with_text

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::callbacks::{
-    Callbacks, Checkpoints, Explanation, FaultInjection, KeepTensors, KeptTensors, Metrics,
-    NonFiniteGuard, Order, Progress, Record, ReplicaCheck, SaveEvery, Validation,
+    Callbacks, Checkpoints, Events, FaultInjection, Fingerprints, KeepTensors, KeptTensors,
+    NonFiniteGuard, Order, ReplicaCheck, SaveEvery, Validation, WeightProbe,
 };
 use super::loss::LossSum;
 use super::own_step::{OwnStep, Share};
@@ -18,12 +18,12 @@ use crate::ddp::DistributedDataParallel;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::error::Result;
+use crate::events::Observers;
 use crate::ffi::Generator;
 use crate::models::Forward;
 use crate::optim::{GradScaler, Optimizer, Schedule};
 use crate::records::DataFile;
 use crate::runtime::StopRequest;
-use crate::telemetry::{Explainer, MetricsLogger, Printer, RecordFile};
 
 impl<M: Forward> Trainer<M> {
     /// Creates a trainer for `ddp`'s model on the batches of `loader`, with the learning rates of `schedule`. `loss` is a
@@ -62,6 +62,7 @@ impl<M: Forward> Trainer<M> {
             generator: None,
             max_epochs: 1,
             stop: None,
+            observers: Observers::default(),
             ended_by: None,
             state: TrainerState::default(),
             counted: 0,
@@ -196,26 +197,21 @@ impl<M: Forward> Trainer<M> {
         self
     }
 
-    /// Writes metrics to `logger` after every `every` steps of an epoch (at least 1), and at its end and that of the
-    /// run. Call on all ranks alike, because they reduce their numbers first. Rank 0 alone needs a logger.
+    /// Tells `observers` what happens: the start, each step, metrics after every `every` steps of an epoch (at least 1), at
+    /// its end and that of the run, each epoch and each validation. Call on all ranks alike, because they reduce their
+    /// metrics if an observer of rank 0 wants them. [`Rank::observers`](crate::Rank::observers) has those of the run.
     #[must_use]
-    pub fn log_metrics(self, every: u64, logger: Option<MetricsLogger>) -> Self {
-        self.with(Order::Metrics, Metrics::new(every.max(1), logger))
+    pub fn observe(mut self, observers: Observers, every: u64) -> Self {
+        self.context.observers = observers;
+        self.with(Order::Events, Events::new(every.max(1)))
     }
 
-    /// Writes hashes of each rank's gradients, parameters and buffers to `file`, which the ranks of this process share,
-    /// in every step whose number is divisible by `every` (at least 1). `options` are what may change the result.
+    /// Tells the observers hashes of each rank's gradients, parameters and buffers in every step whose number is divisible by
+    /// `every` (at least 1). `program` and `options`, which are what may change the result, are told with them.
     #[must_use]
-    pub fn record(
-        self,
-        file: Arc<RecordFile>,
-        every: u64,
-        program: String,
-        options: Map<String, Value>,
-    ) -> Self {
+    pub fn fingerprint(self, every: u64, program: String, options: Map<String, Value>) -> Self {
         let (every, run) = (every.max(1), self.context.ddp.group().run().clone());
-        let now = Default::default();
-        self.with(Order::Record, Record { file, every, program, options, run, now })
+        self.with(Order::Fingerprints, Fingerprints::new(every, program, options, run))
     }
 
     /// Writes all tensors of one step of one rank to a safetensors file: `batch`, `before` (the parameters before the
@@ -226,19 +222,12 @@ impl<M: Forward> Trainer<M> {
         self.with(Order::KeptTensors, KeptTensors::new(place))
     }
 
-    /// Prints each epoch with `printer`, which the ranks of this process share. Rank 0 also prints which step it is at,
-    /// by time: the first time after two seconds.
+    /// Tells the observers of rank 0 the numbers of one weight on all ranks, in the first two steps. `hash_before_broadcast`
+    /// is the [`parameters_hash`](crate::parameters_hash) of this rank's model before it was wrapped. Call on all ranks
+    /// alike. The results of training are the same.
     #[must_use]
-    pub fn report(self, printer: Arc<Printer>) -> Self {
-        self.with(Order::Progress, Progress::new(printer))
-    }
-
-    /// Makes `explainer` explain how the ranks train one model, with the numbers of the first two steps.
-    /// `hash_before_broadcast` is the [`parameters_hash`](crate::parameters_hash) of the model before it was wrapped.
-    /// Call on all ranks alike; rank 0 alone needs an explainer. The results of training are the same.
-    #[must_use]
-    pub fn explain(self, hash_before_broadcast: u64, explainer: Option<Explainer>) -> Self {
-        self.with(Order::Explanation, Explanation::new(hash_before_broadcast, explainer))
+    pub fn probe(self, hash_before_broadcast: u64) -> Self {
+        self.with(Order::WeightProbe, WeightProbe::new(hash_before_broadcast))
     }
 
     /// Returns the model in its current state.

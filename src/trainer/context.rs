@@ -16,6 +16,7 @@ use crate::checkpoint::TrainerState;
 use crate::data::{Batch, DataLoader};
 use crate::ddp::DistributedDataParallel;
 use crate::error::{Error, Result};
+use crate::events::Observers;
 use crate::ffi::{Generator, TorchResult};
 use crate::models::Forward;
 use crate::optim::{GradScaler, Optimizer, Schedule};
@@ -46,6 +47,8 @@ pub struct TrainContext<M> {
     /// Epochs of the whole run.
     pub(super) max_epochs: u64,
     pub(super) stop: Option<Arc<StopRequest>>,
+    /// Who is told what happens.
+    pub(super) observers: Observers,
     /// Why a callback ended training on all ranks alike; `None` if none has.
     pub(super) ended_by: Option<StopReason>,
     pub(super) state: TrainerState,
@@ -206,6 +209,7 @@ impl<M> TrainContext<M> {
             samples_per_second,
             tokens_per_second: self.tokens_per_second(samples_per_second, counted),
             validation: None,
+            local_world_size: group.local_world_size(),
         })
     }
 

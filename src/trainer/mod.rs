@@ -29,7 +29,7 @@ use crate::operation::Operation;
 use callbacks::Callbacks;
 use own_step::Share;
 
-pub use crate::telemetry::Epoch;
+pub use crate::events::Epoch;
 pub use amp::Amp;
 pub use callback::Callback;
 pub(crate) use callbacks::compare_replicas;

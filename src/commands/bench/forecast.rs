@@ -9,7 +9,7 @@ use serde::Serialize;
 use super::step::StepTimes;
 use super::table::{self, Column};
 use crate::process_group::SimulatedCluster;
-use crate::telemetry::Printer;
+use crate::views::Printer;
 
 /// The forecast of a step on the ranks of one shape of the cluster: a row of the table. Times are in microseconds.
 #[derive(Debug, Serialize)]

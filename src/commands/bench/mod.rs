@@ -25,7 +25,7 @@ use crate::error::{Error, Result, counted};
 use crate::ffi::cuda::Cuda;
 use crate::launch::{Placement, Rank};
 use crate::process_group::{Backend, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype};
-use crate::telemetry::{LogFormat, Printer};
+use crate::views::{LogFormat, Printer};
 pub(super) use bench_case::bus_factor;
 pub use scaling::bench_scaling;
 use sorted::Sorted;

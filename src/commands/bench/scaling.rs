@@ -19,7 +19,7 @@ use crate::ffi::cuda::Cuda;
 use crate::launch::{Nproc, Placement, Spawn, SpawnChoice};
 use crate::os::cores;
 use crate::session::{check_shared_model, configure, open_data, place_ranks};
-use crate::telemetry::Printer;
+use crate::views::Printer;
 
 /// One number of ranks: a row of the table.
 #[derive(Debug, Serialize)]

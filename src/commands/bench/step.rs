@@ -21,8 +21,8 @@ use crate::operation::Operation;
 use crate::process_group::{Backend, ProcessGroup};
 use crate::records::PhaseSeconds;
 use crate::session::{self, StartPoint, Training, open_data, run_command};
-use crate::telemetry::Printer;
 use crate::trainer::{Amp, Callback, Step, TrainContext};
+use crate::views::Printer;
 
 /// The times of rank 0, in microseconds: medians over the steps. The parts are the phases that `--report` shows. With a
 /// GPU they are the GPU's, and the extra time of the host is in no part.

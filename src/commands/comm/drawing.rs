@@ -5,7 +5,7 @@ use super::shorten::{GAP, items, ranks};
 use crate::commands::CommOp;
 use crate::operation::{CollectiveType, Holders, Operation, Tensors};
 use crate::process_group::ReduceOp;
-use crate::telemetry::in_columns;
+use crate::views::in_columns;
 
 /// The meaning of the letters.
 pub(super) const LEGEND: &str =

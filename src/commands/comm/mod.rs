@@ -25,7 +25,7 @@ use crate::operation::Operation;
 use crate::process_group::{
     Backend, DTYPES, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype,
 };
-use crate::telemetry::{LogFormat, Printer};
+use crate::views::{LogFormat, Printer};
 use operations::{OPS, ShownOp};
 use values::{Value, fill};
 

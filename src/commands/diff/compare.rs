@@ -6,7 +6,7 @@ use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 
 use super::read::{Lines, Ranks, Record};
 use crate::error::{Error, Result};
-use crate::telemetry::{RecordedStep, RecordedTensor, StepOfRank, TensorHash};
+use crate::events::{StepFingerprint, StepOfRank, TensorHash, TensorShape};
 
 /// A part of a step. The order is that of computation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, EnumIter, IntoStaticStr)]
@@ -199,7 +199,12 @@ impl<'a> Comparison<'a> {
     }
 
     /// Compares one stage of a rank. Returns `None` if one of the records has nothing to compare.
-    fn stage_of_rank(&self, stage: Stage, a: &RecordedStep, b: &RecordedStep) -> Option<Found> {
+    fn stage_of_rank(
+        &self,
+        stage: Stage,
+        a: &StepFingerprint,
+        b: &StepFingerprint,
+    ) -> Option<Found> {
         let Self { parameters, buffers, .. } = self;
         match stage {
             Stage::Samples => Some((a.samples.as_ref()? != b.samples.as_ref()?).then(Vec::new)),
@@ -211,7 +216,7 @@ impl<'a> Comparison<'a> {
             Stage::Averages => tensors(&a.averages, &b.averages, parameters.iter().rev()),
             Stage::LearningRate => {
                 // Only a parameter of float64 sees all of its digits.
-                let is_float64 = |tensor: &RecordedTensor| tensor.dtype == "float64";
+                let is_float64 = |tensor: &TensorShape| tensor.dtype == "float64";
                 let mut trained = self.records[0].header.parameters.iter();
                 let is_seen = trained.any(is_float64) || a.lr as f32 != b.lr as f32;
                 Some((is_seen && !is_close(a.lr, b.lr)).then(Vec::new))
@@ -223,8 +228,8 @@ impl<'a> Comparison<'a> {
 }
 
 /// Pairs the tensors that both have, with the same name, dtype and shape.
-fn pairs(of_a: &[RecordedTensor], of_b: &[RecordedTensor]) -> Vec<Pair> {
-    let pair = |(place, tensor): (usize, &RecordedTensor)| {
+fn pairs(of_a: &[TensorShape], of_b: &[TensorShape]) -> Vec<Pair> {
+    let pair = |(place, tensor): (usize, &TensorShape)| {
         let theirs = of_b.iter().position(|other| other == tensor)?;
         Some(Pair { name: tensor.name.clone(), places: [place, theirs] })
     };
@@ -235,7 +240,7 @@ fn pairs(of_a: &[RecordedTensor], of_b: &[RecordedTensor]) -> Vec<Pair> {
 type Found = Option<Vec<String>>;
 
 /// Compares the batches of a step. Each has inputs, targets, and further inputs.
-fn batches(a: &RecordedStep, b: &RecordedStep) -> Option<Found> {
+fn batches(a: &StepFingerprint, b: &StepFingerprint) -> Option<Found> {
     let (of_a, of_b) = (a.batch.as_ref()?, b.batch.as_ref()?);
     if of_a == of_b {
         return Some(None);

@@ -12,8 +12,9 @@ use anyhow::bail;
 use clap::Args;
 
 use crate::error::{Error, Shown};
+use crate::events::StepOfRank;
 use crate::session::AlreadyReported;
-use crate::telemetry::{Printer, StepOfRank};
+use crate::views::Printer;
 use compare::Comparison;
 use read::Record;
 pub(super) use tensors::compare_tensors;

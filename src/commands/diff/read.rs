@@ -8,14 +8,15 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::error::{Error, Result, Shown};
+use crate::events::{
+    FINGERPRINT_FORMAT, Fingerprint, FingerprintedRun, StepFingerprint, StepOfRank,
+};
+use crate::files::process_path;
 use crate::files::{RECOGNIZED_BY, mistaken, open_regular};
 use crate::os::limits::explain;
-use crate::telemetry::{
-    RECORD_FORMAT, RecordHeader, RecordLine, RecordedStep, StepOfRank, process_path,
-};
 
 /// The lines of a step, by rank.
-pub(super) type Ranks = BTreeMap<usize, RecordedStep>;
+pub(super) type Ranks = BTreeMap<usize, StepFingerprint>;
 
 /// The lines of a run, by the number of the step.
 pub(super) type Lines = BTreeMap<u64, Ranks>;
@@ -26,7 +27,7 @@ pub(super) struct Record {
     /// Its name, as the user gave it.
     pub name: String,
     /// The header of the newest start of the first process.
-    pub header: RecordHeader,
+    pub header: FingerprintedRun,
     /// The parameters and buffers before the first step of a start; nothing else is known there.
     pub starts: Lines,
     /// A step that a resumed run has repeated is here once, as the last run made it.
@@ -86,7 +87,7 @@ impl Record {
         Ok(())
     }
 
-    fn check_model(&self, header: &RecordHeader) -> Result<(), String> {
+    fn check_model(&self, header: &FingerprintedRun) -> Result<(), String> {
         let Self { header: known, .. } = self;
         if header.parameters == known.parameters && header.buffers == known.buffers {
             return Ok(());
@@ -95,7 +96,7 @@ impl Record {
     }
 
     /// Adds a line of a rank to its starts or its steps.
-    fn insert(&mut self, line: RecordedStep, is_start: bool) -> Result<(), String> {
+    fn insert(&mut self, line: StepFingerprint, is_start: bool) -> Result<(), String> {
         let lens = [&line.gradients, &line.averages, &line.parameters].map(Vec::len);
         let Self { header, starts, steps, .. } = self;
         if lens != [header.parameters.len(); 3] || line.buffers.len() != header.buffers.len() {
@@ -118,7 +119,7 @@ impl Record {
         // A rank that is killed has no line of its step. The others stop in it, or in the step before, which that rank has
         // ended.
         let stopped = lines().rfind(|line| line.stopped)?.step;
-        let is_step_before = self.steps[&stopped].values().any(RecordedStep::is_whole);
+        let is_step_before = self.steps[&stopped].values().any(StepFingerprint::is_whole);
         let has_stopped = |rank: usize| lines().any(|line| line.stopped && line.rank == rank);
         let rank = (0..self.header.world_size).find(|&rank| !has_stopped(rank))?;
         Some(StepOfRank { step: stopped + u64::from(is_step_before), rank })
@@ -150,22 +151,22 @@ fn read_file(path: &Path) -> Result<Option<Record>, String> {
 }
 
 /// Adds a line to `record`.
-fn add(line: RecordLine, record: &mut Option<Record>) -> Result<(), String> {
+fn add(line: Fingerprint, record: &mut Option<Record>) -> Result<(), String> {
     match (line, &mut *record) {
-        (RecordLine::Header(header), _) if header.format != RECORD_FORMAT => {
+        (Fingerprint::Header(header), _) if header.format != FINGERPRINT_FORMAT => {
             return Err(other_version(header.format.into()));
         }
-        (RecordLine::Header(header), None) => {
+        (Fingerprint::Header(header), None) => {
             let (name, starts, steps) = (String::new(), Lines::new(), Lines::new());
             *record = Some(Record { name, header, starts, steps, failed: None });
         }
-        (RecordLine::Header(header), Some(known)) => {
+        (Fingerprint::Header(header), Some(known)) => {
             known.check_model(&header)?;
             known.header = header;
         }
         (_, None) => return Err("the header is missing".into()),
-        (RecordLine::Failed(failed), Some(record)) => record.failed = Some(failed),
-        (RecordLine::Start { step, rank, parameters, buffers }, Some(record)) => {
+        (Fingerprint::Failed(failed), Some(record)) => record.failed = Some(failed),
+        (Fingerprint::Start { step, rank, parameters, buffers }, Some(record)) => {
             // The run goes on from here: an earlier start may have come further.
             record.failed = None;
             for ranks in record.steps.range_mut(step..).map(|(_, ranks)| ranks) {
@@ -173,18 +174,21 @@ fn add(line: RecordLine, record: &mut Option<Record>) -> Result<(), String> {
             }
             record.steps.retain(|_, ranks| !ranks.is_empty());
             let none = vec![None; parameters.len()];
-            let known = RecordedStep { step, rank, parameters, buffers, ..RecordedStep::default() };
-            record
-                .insert(RecordedStep { gradients: none.clone(), averages: none, ..known }, true)?;
+            let known =
+                StepFingerprint { step, rank, parameters, buffers, ..StepFingerprint::default() };
+            record.insert(
+                StepFingerprint { gradients: none.clone(), averages: none, ..known },
+                true,
+            )?;
         }
-        (RecordLine::Step(step), Some(record)) => record.insert(step, false)?,
+        (Fingerprint::Step(step), Some(record)) => record.insert(step, false)?,
     }
     Ok(())
 }
 
 fn other_version(format: u64) -> String {
     format!(
-        "this record has format {format}, and this program reads format {RECORD_FORMAT}; record the run again with this \
+        "this record has format {format}, and this program reads format {FINGERPRINT_FORMAT}; record the run again with this \
          version"
     )
 }
@@ -194,7 +198,7 @@ fn not_a_record(line: &[u8], begin: &[u8]) -> String {
     // Records of other versions are alike in this field of the header.
     let header: Value = serde_json::from_slice(line).unwrap_or_default();
     match header["format"].as_u64() {
-        Some(format) if format != u64::from(RECORD_FORMAT) => other_version(format),
+        Some(format) if format != u64::from(FINGERPRINT_FORMAT) => other_version(format),
         _ => {
             let instead = "name a file that --record has written";
             let unknown = || format!("this file is not a record; {instead}");

@@ -11,7 +11,7 @@ use crate::ffi::TorchResult;
 use crate::files::open_regular;
 use crate::models::bytes_of;
 use crate::process_group::dtype_name;
-use crate::telemetry::{indices, table};
+use crate::views::{indices, table};
 
 /// The groups of tensors in the files of `--keep`, in the order of computation.
 const ORDER: [&str; 8] =

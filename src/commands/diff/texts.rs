@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::compare::{Comparison, Difference, Parting, Stage, is_close};
 use super::read::Record;
 use crate::error::{counted, list_ranks};
-use crate::telemetry::paragraph;
+use crate::views::paragraph;
 
 /// The most tensors of a rank that a line names.
 const MAX_NAMES: usize = 3;

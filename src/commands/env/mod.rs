@@ -15,7 +15,7 @@ use crate::ffi::{self, cuda::Cuda};
 use crate::launch::{Binding, Launch, LaunchKind, Placement, SpawnChoice};
 use crate::os::{binding_note, cores};
 use crate::session::{open_data, place_all};
-use crate::telemetry::Printer;
+use crate::views::Printer;
 pub use check_gpus::check_gpus;
 use options::options;
 

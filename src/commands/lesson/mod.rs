@@ -16,7 +16,7 @@ use textwrap::core::display_width;
 use crate::config::name;
 use crate::error::Error;
 use crate::session::AlreadyReported;
-use crate::telemetry::{Language, Printer, filled, paragraph};
+use crate::views::{Language, Printer, filled, paragraph};
 use answer::Answer;
 use lessons::LESSONS;
 use texts::{Catalog, Texts, Words};

@@ -1,4 +1,4 @@
-//! The texts of the lessons. The words are in `telemetry/language/*.toml`.
+//! The texts of the lessons. The words are in `views/language/*.toml`.
 
 use std::collections::BTreeMap;
 

@@ -17,8 +17,8 @@ use crate::models::ModelKind;
 use crate::process_group::ProcessGroup;
 use crate::runtime::FaultKind;
 use crate::session::{self, StartPoint, Training, open_data, refuse_launcher, run_command};
-use crate::telemetry::{LogFormat, Printer};
 use crate::trainer::Amp;
+use crate::views::{LogFormat, Printer};
 use comparison::{Bound, Comparison, RunResult, values};
 
 /// A way of training. All ways must give the same result.

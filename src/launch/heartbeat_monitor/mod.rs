@@ -20,10 +20,9 @@ use crate::ffi::TcpStore;
 use crate::operation::{OpId, Operation};
 use crate::os::limits::not_started;
 use crate::process_group::ProcessMap;
-use crate::runtime::{Deadline, Failure, Instant, OpEntry, PeerHeartbeat, PeerStatus, RunContext};
-
-/// The interval between heartbeats.
-const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
+use crate::runtime::{
+    Deadline, Failure, HEARTBEAT_INTERVAL, Instant, OpEntry, PeerHeartbeat, PeerStatus, RunContext,
+};
 
 /// A process without a new heartbeat for this long counts as not answering. Also the timeout of short requests.
 pub(super) const HEARTBEAT_TIMEOUT: Duration = Duration::from_millis(2000);
@@ -276,7 +275,7 @@ impl Heartbeats {
     fn follow(&self, store: &TcpStore, run: &RunContext, turn: usize) -> Result<()> {
         let server = self.others().find(|process| self.serves(*process));
         let others = (self.map.processes.len() - 1).max(1);
-        let count = if run.is_viewed { others.min(MAX_VIEWED) } else { 1 };
+        let count = if run.is_watched { others.min(MAX_VIEWED) } else { 1 };
         let next = self.others().cycle().skip(turn % others).take(count);
         let began = Instant::now();
         for process in server.into_iter().chain(next.filter(|next| server != Some(*next))) {

@@ -1,10 +1,10 @@
-//! The output of the processes besides rank 0's, while that one shows the live view on the terminal of all.
+//! The output of the processes besides rank 0's, while that one has the terminal of all.
 
 use std::io::{self, BufRead, BufReader, IsTerminal, PipeReader, PipeWriter, Read, Write};
 use std::process::Command;
 use std::thread::{self, JoinHandle};
 
-use crate::telemetry::{HeldOutput, Stream};
+use crate::os::{HeldOutput, Stream};
 
 /// The most bytes that are read at once. A longer line is kept in parts.
 const MAX_LINE_BYTES: u64 = 64 << 10;

@@ -100,8 +100,8 @@ pub(crate) struct SpawnProcesses<'a> {
     pub stops: bool,
     /// How many times the processes are restarted after a failure, at most.
     pub max_restarts: usize,
-    /// Whether the process of rank 0 shows the live view on the terminal.
-    pub live: bool,
+    /// Whether the process of rank 0 gets the terminal, to draw on it.
+    pub lends_terminal: bool,
 }
 
 impl SpawnProcesses<'_> {
@@ -112,7 +112,7 @@ impl SpawnProcesses<'_> {
     /// [`Error::Store`] when the store cannot be served, [`Error::Input`] when processes cannot be started.
     pub(crate) fn run(&self, before_restart: impl Fn(usize, &ChildError)) -> Result<ProcessesEnd> {
         require_files(files_of_store(self.count()), "serving a store to the ranks")?;
-        let lent = self.live.then(LentTerminal::new).flatten();
+        let lent = self.lends_terminal.then(LentTerminal::new).flatten();
         let store = TcpStore::serve("127.0.0.1", 0, self.timeout)?;
         let (handle, signals) = self.listen().map_err(cannot_start)?;
         let ended = self.run_starts(&store, &signals, lent.as_ref(), before_restart);
@@ -238,7 +238,7 @@ struct Start<'a> {
 impl Start<'_> {
     /// Starts the processes, whose store is `store`. If one cannot be started, kills the others.
     fn begin(&self, store: &TcpStore) -> Result<RunningProcesses> {
-        let output = self.spawn.live.then(OutputOfProcesses::open).transpose();
+        let output = self.spawn.lends_terminal.then(OutputOfProcesses::open).transpose();
         let output = output.map_err(cannot_start)?;
         let mut all = RunningProcesses { output, ..RunningProcesses::default() };
         for rank in 0..self.spawn.count() {
@@ -410,7 +410,7 @@ mod tests {
             grace_period: time,
             stops: true,
             max_restarts: 3,
-            live: false,
+            lends_terminal: false,
         };
         let store = TcpStore::serve("127.0.0.1", 0, time).unwrap();
         for (restart_count, code) in [2, 1].into_iter().enumerate() {

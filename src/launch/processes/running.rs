@@ -17,7 +17,7 @@ pub(super) struct RunningProcesses {
     pub ended: Vec<(usize, u32, ExitStatus)>,
     /// The error of the first process that failed, as this process describes it. `None` if that one left its own.
     pub first_error: Option<ChildError>,
-    /// The output that they write while the live view is shown.
+    /// The output that they write while rank 0 has the terminal.
     pub output: Option<OutputOfProcesses>,
 }
 
@@ -33,7 +33,7 @@ impl RunningProcesses {
         }
     }
 
-    /// Prints what the processes have written while the live view was shown. Call this when they have ended.
+    /// Prints what the processes have written while rank 0 had the terminal. Call this when they have ended.
     pub(super) fn print_output(&mut self) {
         self.output.take().into_iter().for_each(OutputOfProcesses::print);
     }

@@ -4,26 +4,22 @@ mod stopping;
 mod supervisor;
 mod watching;
 
-use std::any::Any;
-use std::fmt;
-use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use crossbeam::channel::{Receiver, never};
 use tch::Device;
 
-use super::stall::Notifier;
 use super::{
     BindChoice, JoinLaunchOptions, JoinedLaunch, Launch, LaunchKind, LaunchOptions, Placement,
     Rank, SpawnError,
 };
 use crate::error::Result;
+use crate::events::{Observer, Observers};
 use crate::ffi;
 use crate::os;
 use crate::process_group::{Backend, SimulatedCluster};
-use crate::runtime::{Fault, FlightRecorderDump, MAX_WAIT, RunContext, StopRequest};
-use crate::telemetry::{LogFormat, Printer};
+use crate::runtime::{Fault, MAX_WAIT, StopRequest};
 
 /// Runs `f` on `world_size` CPU ranks and returns their results in rank order: [`Spawn`] with its defaults.
 ///
@@ -90,29 +86,14 @@ pub struct Spawn {
     simulated_cluster: Option<SimulatedCluster>,
     stall_warning: Duration,
     status_requests: Receiver<()>,
-    notifier: Notifier,
+    observers: Observers,
     stop: Option<Arc<StopRequest>>,
-    trace: Option<PathBuf>,
-    dump: Option<Arc<OnceLock<FlightRecorderDump>>>,
-    view: Option<Arc<dyn RunView>>,
     /// Whether the launcher gets the reason of a failure from here.
     leaves_error: bool,
 }
 
 /// The function of the ranks. A thread of a rank that does not come back keeps it, so it borrows nothing.
 type RankFunction<T> = Arc<dyn Fn(&Rank) -> anyhow::Result<T> + Send + Sync>;
-
-/// What shows the ranks of a run while they work.
-pub(crate) trait RunView: fmt::Debug + Send + Sync {
-    /// Shows `run` until the returned value is dropped, with the `labels` of all ranks. Returns `None` if it cannot be
-    /// shown.
-    fn start(
-        &self,
-        run: &Arc<RunContext>,
-        labels: Vec<String>,
-        stop: Option<Arc<StopRequest>>,
-    ) -> Option<Box<dyn Any>>;
-}
 
 impl Spawn {
     /// Creates `world_size` ranks on the CPU.
@@ -147,11 +128,8 @@ impl Spawn {
             simulated_cluster: None,
             stall_warning: Self::STALL_WARNING,
             status_requests: never(),
-            notifier: Notifier::new(|text| Printer::new(LogFormat::Text).report(text)),
+            observers: Observers::default(),
             stop: None,
-            trace: None,
-            dump: None,
-            view: None,
             leaves_error: false,
         }
     }
@@ -190,15 +168,14 @@ impl Spawn {
     pub fn from_env() -> Result<Self> {
         let cuda = ffi::cuda::load();
         let launch = Launch::from_env(&LaunchOptions::default(), &cuda)?;
-        let printer = Printer::new(LogFormat::Text);
-        let note = |text: &str| printer.info(text);
-        launch.warning().iter().for_each(|text| note(text));
+        let observers = Observers::default();
+        launch.warning().iter().for_each(|text| observers.note(text));
         let joined_launch = launch.clone().join(&cuda, JoinLaunchOptions::default());
         let joined_launch = joined_launch.inspect_err(|error| {
-            leave_error(&launch, &error.to_string(), note);
+            leave_error(&launch, &error.to_string(), &observers);
         })?;
         if joined_launch.is_first() {
-            joined_launch.notes().iter().for_each(|text| note(text));
+            joined_launch.notes().iter().for_each(|text| observers.note(text));
         }
         Ok(Self { leaves_error: true, ..joined_launch.spawn() })
     }
@@ -250,41 +227,29 @@ impl Spawn {
         self
     }
 
-    /// Sets the time in a collective after which `notify` is called, once, with the ranks that are missing there. The
-    /// text may have several lines. By default it goes to stderr after [`Spawn::STALL_WARNING`].
-    pub fn stall_warning(
-        mut self,
-        limit: Duration,
-        notify: impl Fn(&str) + Send + Sync + 'static,
-    ) -> Self {
+    /// Sets the time in a collective after which a warning names the ranks that are missing there, once. The default is
+    /// [`Spawn::STALL_WARNING`].
+    pub fn stall_warning(mut self, limit: Duration) -> Self {
         self.stall_warning = limit.min(MAX_WAIT);
-        self.notifier = Notifier::new(notify);
         self
     }
 
-    /// Reports what each rank does whenever something arrives in `requests`, through the callback of
-    /// [`Spawn::stall_warning`].
+    /// Warns of what each rank does whenever something arrives in `requests`.
     pub fn dump_status_on(mut self, requests: Receiver<()>) -> Self {
         self.status_requests = requests;
         self
     }
 
-    /// Writes a trace of the ranks to the file `path`, for Perfetto and chrome://tracing, when all have ended, with
-    /// or without a failure. Each of several processes writes a file of its own. An error in writing is reported
-    /// through the callback of [`Spawn::stall_warning`]. The trace shows training steps that begin with
-    /// [`ProcessGroup::enter_step`](crate::ProcessGroup::enter_step).
-    pub fn trace(self, path: impl Into<PathBuf>) -> Self {
-        Self { trace: Some(path.into()), ..self }
+    /// Tells `observer` what happens, after those that there are: notes and warnings, which go to stderr otherwise, what the
+    /// ranks do, and what a [`Trainer`](crate::trainer::Trainer) measures that gets [`Rank::observers`].
+    pub fn observe(mut self, observer: impl Observer + 'static) -> Self {
+        self.observers.add(Arc::new(observer));
+        self
     }
 
-    /// Keeps more records, and stores the dump of the flight recorder in `dump` when all ranks have ended.
-    pub(crate) fn dump(self, dump: Option<Arc<OnceLock<FlightRecorderDump>>>) -> Self {
-        Self { dump, ..self }
-    }
-
-    /// Shows the ranks in the terminal while they run.
-    pub(crate) fn view(self, view: Option<Arc<dyn RunView>>) -> Self {
-        Self { view, ..self }
+    /// Tells these observers what happens, and no others.
+    pub(crate) fn observers(self, observers: Observers) -> Self {
+        Self { observers, ..self }
     }
 
     /// Lets signals that set `stop` end a run whose ranks hang, and the time for which this process serves the store to
@@ -328,8 +293,8 @@ impl Spawn {
 }
 
 /// Writes `error` to the launcher's error file, and notes it if that is not possible.
-fn leave_error(launch: &Launch, error: &str, note: impl Fn(&str)) {
+fn leave_error(launch: &Launch, error: &str, observers: &Observers) {
     if let Err(unwritable) = launch.report_failure(error) {
-        note(&unwritable);
+        observers.warn(unwritable);
     }
 }

@@ -7,7 +7,8 @@ use crossbeam::channel::unbounded;
 
 use super::watching::{Thread, Watching};
 use super::{RankFunction, Spawn, leave_error};
-use crate::error::{Result, Shown};
+use crate::error::Result;
+use crate::events::{Event, FlightRecorderDump, RanksActivity};
 use crate::ffi::cuda::load_linear_algebra;
 use crate::ffi::{check_version, choose_kernels, give_back_memory};
 use crate::launch::heartbeat_monitor::Stay;
@@ -17,8 +18,7 @@ use crate::launch::{JoinedLaunch, RankFailure, SpawnError, StuckRank};
 use crate::operation::Operation;
 use crate::os::affinity::CpuList;
 use crate::os::limits::not_started;
-use crate::runtime::{Failure, FlightRecorder, FlightRecorderDump, RunContext};
-use crate::telemetry::{TRACED, trace_output, write_trace};
+use crate::runtime::{Failure, FlightRecorder, MOST_ENTRIES, RunContext};
 
 /// The stack size of a rank's thread. NCCL's initialisation and the freeing of deep autograd graphs need more than
 /// Rust's 2 MiB. Only the used part takes memory.
@@ -54,11 +54,8 @@ impl Spawn {
         let cpus = prepare(&joined_launch, &run).inspect_err(|error| {
             run.report(local_ranks.start, Some(error), error.to_string());
         });
-        // Before the ranks print their first lines, which would be lost on the view's screen.
-        let view = self.view.as_ref().and_then(|view| {
-            let labels = (0..self.world_size()).map(|rank| joined_launch.label(rank)).collect();
-            view.start(&run, labels, self.stop.clone())
-        });
+        // Before the ranks print their first lines, which would be lost on a screen that somebody draws on.
+        self.show_ranks(&run);
         let startable = if cpus.is_ok() { local_ranks.len() } else { 0 };
         let cpus = cpus.unwrap_or_default();
         let bootstrap = Arc::<SharedBootstrap>::default();
@@ -70,6 +67,7 @@ impl Spawn {
                 cpus: cpus.get(index).cloned(),
                 bootstrap: bootstrap.clone(),
                 run: run.clone(),
+                observers: self.observers.clone(),
                 ended_tx: ended_tx.clone(),
             };
             let builder =
@@ -86,7 +84,7 @@ impl Spawn {
         }
         drop(ended_tx);
         let table = Watching::new(self, &run, &ended_rx, &mut threads).watch();
-        drop(view);
+        self.tell_end(&run);
         give_back_memory();
         if let Some(world) = &joined_launch.world {
             let failed = run.cancel.cancelled_by().is_some();
@@ -95,13 +93,12 @@ impl Spawn {
             let patience = joined_launch.grace_period;
             world.leave(Stay { patience, failed, asked_to_end: &asked_to_end });
         }
-        self.leave_history(&run);
         let result = self.result(&run, threads, table);
         if let Err(error) = &result
             && self.leaves_error
         {
             let launch = &joined_launch.launch;
-            leave_error(launch, &error.to_string(), |text| self.notifier.notify(text));
+            leave_error(launch, &error.to_string(), &self.observers);
         }
         result
     }
@@ -113,9 +110,10 @@ impl Spawn {
         run.local_ranks = self.joined_launch.ranks_here();
         run.check_collectives = self.check_collectives;
         run.simulated_cluster = self.simulated_cluster.clone();
-        run.is_viewed = self.view.is_some();
-        if self.trace.is_some() || self.dump.is_some() {
-            run.flight_recorder = FlightRecorder::new(world_size, TRACED);
+        let wanted = self.observers.wants();
+        run.is_watched = wanted.activity;
+        if wanted.operations {
+            run.flight_recorder = FlightRecorder::new(world_size, MOST_ENTRIES);
         }
         if let Some(world) = &self.joined_launch.world {
             run.ranks_here = world.ranks_on_machine();
@@ -127,27 +125,23 @@ impl Spawn {
         Arc::new(run)
     }
 
-    /// Writes the trace and stores the flight recorder's dump, if either was requested.
-    fn leave_history(&self, run: &RunContext) {
-        if self.trace.is_none() && self.dump.is_none() {
-            return;
-        }
-        let joined_launch = &self.joined_launch;
-        let process = joined_launch.process();
+    /// Hands the ranks to the observers, before they start.
+    fn show_ranks(&self, run: &Arc<RunContext>) {
+        let label = |rank| self.joined_launch.label(rank);
+        let labels = (0..self.world_size()).map(label).collect();
+        self.observers.watch(&RanksActivity::new(run, labels));
+    }
+
+    /// Tells that the ranks have ended, and what they did if anybody wants that.
+    fn tell_end(&self, run: &RunContext) {
+        let Self { joined_launch, observers, .. } = self;
         let clock = joined_launch.world.as_ref().and_then(|world| world.clock);
-        let label = |rank| joined_launch.label(rank);
-        let dump = FlightRecorderDump::of(run, label, process, clock);
-        if let Some(path) = &self.trace {
-            let written = trace_output(path, process)
-                .and_then(|output| output.write(|file| write_trace(&dump, file)));
-            if let Err(error) = written {
-                let text = format!("the trace {} cannot be written: {error}", path.shown());
-                self.notifier.notify(&text);
-            }
-        }
-        if let Some(kept) = &self.dump {
-            let _ = kept.set(dump); // a second run keeps the first one's dump
-        }
+        let dump = || {
+            let label = |rank| joined_launch.label(rank);
+            Arc::new(FlightRecorderDump::of(run, label, joined_launch.process(), clock))
+        };
+        let operations = observers.wants().operations.then(dump);
+        let _ = observers.tell(&Event::Ended { operations }); // whoever cannot take it keeps the error
     }
 
     /// Returns a failure with the devices of its ranks.

@@ -111,7 +111,7 @@ impl<'a, T> Watching<'a, T> {
                 },
                 recv(self.spawn.status_requests) -> _ => {
                     let table = status_table(self.run);
-                    self.spawn.notifier.notify(&format!("what each rank does\n{table}"));
+                    self.spawn.observers.warn(format!("what each rank does\n{table}"));
                 }
                 recv(self.run.cancel.tripped()) -> _ => return,
                 default(self.poll.min(STOP_POLL_INTERVAL)) => self.look(),
@@ -148,7 +148,7 @@ impl<'a, T> Watching<'a, T> {
             && self.last_notice != Some(stall)
             && let Some(text) = stall.text(self.run, limit)
         {
-            self.spawn.notifier.notify(&text);
+            self.spawn.observers.warn(text);
             self.last_notice = Some(stall);
         }
     }
@@ -202,7 +202,7 @@ impl<'a, T> Watching<'a, T> {
         let failures = self.run.failures();
         let Some(failure) = failures.first() else { return };
         let (failure, running) = (self.spawn.with_devices(failure), counted(self.running, "rank"));
-        self.spawn.notifier.notify(&format!(
+        self.spawn.observers.warn(format!(
             "{failure}; {running} of this process did not come back within {NOTICE_AFTER:?}; the process ends \
              {grace_period:?} (--grace-period) after the failure"
         ));

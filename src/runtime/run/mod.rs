@@ -95,8 +95,8 @@ pub(crate) struct RunContext {
     pub cores: usize,
     /// The source of the state of other processes' ranks; `None` without other processes.
     pub peer_status: Option<Arc<dyn PeerStatus>>,
-    /// Whether somebody watches all ranks in the live view, so that the heartbeats of all are read all the time.
-    pub is_viewed: bool,
+    /// Whether somebody watches all ranks, so that the heartbeats of all are read all the time.
+    pub is_watched: bool,
     /// The cluster whose network the ranks simulate; `None` for none.
     pub simulated_cluster: Option<SimulatedCluster>,
     /// Collectives that a rank's thread may block on: [`RunContext::watch`].
@@ -132,7 +132,7 @@ impl RunContext {
             ranks_here: world_size,
             cores: available_parallelism().map_or(1, usize::from),
             peer_status: None,
-            is_viewed: false,
+            is_watched: false,
             simulated_cluster: None,
             watchdog: Watchdog::default(),
             timeout,

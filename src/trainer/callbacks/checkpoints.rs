@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 use super::replica_check::compare_replicas;
 use crate::checkpoint::{Checkpoint, Snapshot, TrainerState, Writer};
 use crate::error::{Compared, Error, Shown};
+use crate::events::Event;
 use crate::trainer::{Callback, Epoch, Step, TrainContext};
 
 /// Intervals between checkpoints. The end of training is always saved.
@@ -142,6 +143,7 @@ impl Checkpoints {
                 ..context.state.clone()
             };
             writer.save(Snapshot::take(state, &context.ddp.state_dict(), optimizer)?)?;
+            context.tell_on_rank_0(|| Event::Checkpoint { step })?;
         }
         group.end_phase();
         Ok(())

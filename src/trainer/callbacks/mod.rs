@@ -1,15 +1,14 @@
 //! The callbacks of this crate, and the order in which callbacks run.
 
 mod checkpoints;
-mod explanation;
+mod events;
 mod fault_injection;
+mod fingerprints;
 mod kept_tensors;
-mod metrics;
 mod non_finite;
-mod progress;
-mod record;
 mod replica_check;
 mod validation;
+mod weight_probe;
 
 use anyhow::Result;
 
@@ -17,16 +16,15 @@ use super::Callback;
 use crate::error::opaque_debug;
 
 pub(super) use checkpoints::Checkpoints;
-pub(super) use explanation::Explanation;
+pub(super) use events::Events;
 pub(super) use fault_injection::FaultInjection;
+pub(super) use fingerprints::Fingerprints;
 pub use kept_tensors::KeepTensors;
 pub(super) use kept_tensors::KeptTensors;
-pub(super) use metrics::Metrics;
 pub(super) use non_finite::NonFiniteGuard;
-pub(super) use progress::Progress;
-pub(super) use record::Record;
 pub(super) use replica_check::ReplicaCheck;
 pub(super) use validation::Validation;
+pub(super) use weight_probe::WeightProbe;
 
 pub use checkpoints::SaveEvery;
 pub(crate) use replica_check::compare_replicas;
@@ -39,15 +37,14 @@ pub(super) enum Order {
     FaultInjection,
     /// Before callbacks that read gradients: it skips the step.
     NonFiniteGuard,
-    Explanation,
+    WeightProbe,
     ReplicaCheck,
     /// Before callbacks that use its result.
     Validation,
-    Metrics,
-    Progress,
+    Events,
     User,
     /// After callbacks that may change a step, the model or its gradients.
-    Record,
+    Fingerprints,
     KeptTensors,
     /// After callbacks that may change the model in a step or at the end of an epoch. At the end of training it saves
     /// first.

@@ -15,7 +15,7 @@ use crate::ffi::{TorchResult, cuda};
 use crate::launch::Spawn;
 use crate::operation::Operation;
 use crate::process_group::{Backend, ReduceOp};
-use crate::telemetry::Printer;
+use crate::views::Printer;
 
 /// A check that a process makes, with its GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

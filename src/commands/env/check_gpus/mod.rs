@@ -14,7 +14,7 @@ use serde_json::json;
 
 use crate::error::Error;
 use crate::session::AlreadyReported;
-use crate::telemetry::Printer;
+use crate::views::Printer;
 use check::{Check, Found, Machine, Verdict};
 
 /// The variables that switch off one of NCCL's ways between GPUs.

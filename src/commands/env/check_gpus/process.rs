@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::launch::{how_ended, this_program};
 use crate::os::{self, limits::not_started};
 use crate::runtime::Deadline;
-use crate::telemetry::Printer;
+use crate::views::Printer;
 
 /// The variable with the check that a process is to make.
 const CHECK: &str = "DDP_MP_CHECK";
@@ -99,7 +99,7 @@ fn watch(mut command: Command, printer: &Printer) -> io::Result<Found> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::telemetry::LogFormat;
+    use crate::views::LogFormat;
 
     /// Watches a shell that runs `script`, where loading may take a minute.
     fn found_by(script: &str) -> Found {

@@ -1,0 +1,187 @@
+//! Who is told of what happens in a run.
+
+use std::fmt;
+use std::sync::Arc;
+
+use super::{Event, RanksActivity};
+use crate::os::terminal::write_to_stderr;
+
+/// Somebody who is told what happens in a run.
+///
+/// The ranks of a process share its observers, and call them from their threads.
+///
+/// ```
+/// use ddp_mp::events::{Event, Observer};
+///
+/// /// Prints the loss of each epoch.
+/// struct Losses;
+///
+/// impl Observer for Losses {
+///     fn event(&self, event: &Event) -> anyhow::Result<()> {
+///         if let Event::Epoch(epoch) = event && epoch.rank == 0 {
+///             println!("epoch {}: {}", epoch.epoch, epoch.loss);
+///         }
+///         Ok(())
+///     }
+/// }
+/// ```
+///
+/// A closure that takes an `&Event` observes, too, and gets the notes and warnings.
+pub trait Observer: Send + Sync {
+    /// Returns what this observer needs of what is told only if somebody wants it.
+    fn wants(&self) -> Wants {
+        Wants::default()
+    }
+
+    /// Takes an event.
+    ///
+    /// # Errors
+    /// An error fails the rank that has told the event. Where no rank has, it is lost: keep it.
+    fn event(&self, event: &Event) -> anyhow::Result<()>;
+
+    /// Takes the ranks, which are about to start, to ask what each does until [`Event::Ended`].
+    #[allow(unused_variables)]
+    fn watch(&self, ranks: &Arc<RanksActivity>) {}
+}
+
+impl<T: Observer + ?Sized> Observer for Arc<T> {
+    fn wants(&self) -> Wants {
+        (**self).wants()
+    }
+
+    fn event(&self, event: &Event) -> anyhow::Result<()> {
+        (**self).event(event)
+    }
+
+    fn watch(&self, ranks: &Arc<RanksActivity>) {
+        (**self).watch(ranks);
+    }
+}
+
+impl<F: Fn(&Event) + Send + Sync> Observer for F {
+    fn wants(&self) -> Wants {
+        Wants { messages: true, ..Wants::default() }
+    }
+
+    fn event(&self, event: &Event) -> anyhow::Result<()> {
+        self(event);
+        Ok(())
+    }
+}
+
+/// What is told only if somebody wants it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Wants {
+    /// Notes and warnings. If nobody wants them, they go to stderr.
+    pub messages: bool,
+    /// [`Event::Metrics`], for which all ranks reduce their numbers.
+    pub metrics: bool,
+    /// [`Event::Tensor`].
+    pub tensors: bool,
+    /// What ranks of other processes do, all the time: for [`Observer::watch`].
+    pub activity: bool,
+    /// The operations of [`Event::Ended`], of which more are kept then.
+    pub operations: bool,
+}
+
+/// The observers of a run.
+#[derive(Clone, Default)]
+pub struct Observers(Vec<Arc<dyn Observer>>);
+
+impl fmt::Debug for Observers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Observers({})", self.0.len())
+    }
+}
+
+impl Observers {
+    /// Adds an observer behind those that there are.
+    pub fn add(&mut self, observer: Arc<dyn Observer>) {
+        self.0.push(observer);
+    }
+
+    /// Returns whether nobody is told anything.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Returns what any observer wants.
+    pub fn wants(&self) -> Wants {
+        let any = |what: fn(Wants) -> bool| self.0.iter().any(|observer| what(observer.wants()));
+        Wants {
+            messages: any(|it| it.messages),
+            metrics: any(|it| it.metrics),
+            tensors: any(|it| it.tensors),
+            activity: any(|it| it.activity),
+            operations: any(|it| it.operations),
+        }
+    }
+
+    /// Tells all observers of `event`.
+    ///
+    /// # Errors
+    /// The first error of an observer. The others have been told, too.
+    pub fn tell(&self, event: &Event) -> anyhow::Result<()> {
+        let told = self.0.iter().map(|observer| observer.event(event));
+        told.fold(Ok(()), anyhow::Result::and)
+    }
+
+    /// Tells a note.
+    pub fn note(&self, text: impl Into<String>) {
+        self.message(&Event::Note { text: text.into() });
+    }
+
+    /// Tells a warning.
+    pub fn warn(&self, text: impl Into<String>) {
+        self.message(&Event::Warning { text: text.into() });
+    }
+
+    fn message(&self, event: &Event) {
+        if let Event::Note { text } | Event::Warning { text } = event
+            && !self.wants().messages
+        {
+            write_to_stderr(text);
+        }
+        let _ = self.tell(event); // who cannot take a message has nobody to say so to
+    }
+
+    /// Hands `ranks` to all observers, before they start.
+    pub(crate) fn watch(&self, ranks: &Arc<RanksActivity>) {
+        self.0.iter().for_each(|observer| observer.watch(ranks));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use parking_lot::Mutex;
+
+    use super::*;
+
+    /// Keeps the kinds of its events, and cannot take a step.
+    #[derive(Default)]
+    struct Full(Mutex<Vec<String>>);
+
+    impl Observer for Full {
+        fn event(&self, event: &Event) -> anyhow::Result<()> {
+            let json = serde_json::to_value(event)?;
+            self.0.lock().push(json["event"].as_str().unwrap_or_default().into());
+            anyhow::ensure!(!matches!(event, Event::Step { .. }), "disk full");
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn all_are_told_though_one_fails() {
+        let both = [Arc::new(Full::default()), Arc::default()];
+        let mut observers = Observers::default();
+        both.iter().for_each(|observer| observers.add(observer.clone()));
+        let step = Event::Step { step: 1, steps: 2 };
+        assert_eq!(observers.tell(&step).unwrap_err().to_string(), "disk full");
+        observers.add(Arc::new(|_: &Event| {}));
+        assert_eq!(observers.wants(), Wants { messages: true, ..Wants::default() });
+        observers.note("a note");
+        for observer in both {
+            assert_eq!(*observer.0.lock(), ["step", "note"]);
+        }
+    }
+}
