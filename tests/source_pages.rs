@@ -1,69 +1,12 @@
-//! The pages about the source: the list of all files, the path through them, and the table of rooms.
+//! The pages about the source: the path through the files, and the table of rooms.
 
-use std::collections::BTreeMap;
 use std::fs;
 
-use crate::harness::{assert_generated, repository};
-use crate::tidy::{before_tests, files_with, name, rooms};
+use crate::harness::repository;
+use crate::tidy::{before_tests, rooms};
 
 /// The page with the path.
 const PATH: &str = "docs/src/reading-the-source.md";
-
-/// Returns the purpose of a file: the first paragraph of its comment.
-fn purpose(text: &str) -> String {
-    let marks = ["//!", "//", "#", "/*", "<!--"];
-    // A page of HTML begins with its type.
-    let lines = text.lines().skip_while(|line| line.is_empty() || line.starts_with("<!doctype"));
-    let words = lines.map_while(|line| marks.iter().find_map(|mark| line.strip_prefix(mark)));
-    let paragraph: Vec<&str> = words.map(str::trim).take_while(|line| !line.is_empty()).collect();
-    let text = paragraph.join(" ");
-    let text = text.trim_end_matches("*/").trim_end_matches("-->").trim_end();
-    without_links(text).trim_end_matches('.').replace('|', "\\|")
-}
-
-/// Returns `text` with the code of each link in place of the link: the book has no page for an item of Rust.
-fn without_links(text: &str) -> String {
-    let mut parts = text.split("](");
-    let mut code = parts.next().unwrap_or_default().to_owned();
-    for part in parts {
-        let (_, rest) =
-            part.split_once(')').unwrap_or_else(|| panic!("{text}: a link without end"));
-        code = code + "]" + rest;
-    }
-    code.replace("[`", "`").replace("`]", "`")
-}
-
-/// Returns the page that lists all files, made from the first paragraph of each.
-fn list_of_files() -> String {
-    let mut page = String::from(
-        "# What is in which file\n\n\
-        <!-- Made from the first lines of the files by `TRYCMD=overwrite cargo test --release --test tests source_pages`. -->\n\n\
-        Each file begins with its purpose. This is the list, in the order of the modules: a module uses only modules below\n\
-        it. [Reading the source](reading-the-source.md) follows one run through them. All paths are below `src/`.\n",
-    );
-    let mut of_room: BTreeMap<String, Vec<[String; 2]>> = BTreeMap::new();
-    for file in files_with(&["rs", "cpp", "h", "toml", "js", "css", "html"]) {
-        let name = name(&file);
-        let purpose = purpose(&fs::read_to_string(&file).unwrap());
-        let room = name.split(['/', '.']).next().unwrap().to_owned();
-        of_room.entry(room).or_default().push([name, purpose]);
-    }
-    for [room, description] in rooms() {
-        page += &format!("\n## {room}\n\n{description}\n\n| file | purpose |\n|---|---|\n");
-        let files = of_room.remove(&room).unwrap_or_else(|| panic!("src has no room {room}"));
-        for [file, purpose] in files {
-            page += &format!("| `{file}` | {purpose} |\n");
-        }
-    }
-    let rest: Vec<&String> = of_room.keys().collect();
-    assert_eq!(rest, ["lib", "prelude"], "rooms that the table in lib.rs lacks");
-    page
-}
-
-#[test]
-fn list_of_files_matches_the_sources() {
-    assert_generated("docs/src/files.md", &list_of_files());
-}
 
 /// Returns the number of a file's lines before its unit tests.
 fn num_lines(file: &str) -> usize {

@@ -11,19 +11,40 @@ use crate::os::terminal::write_to_stderr;
 /// The ranks of a process share its observers, and call them from their threads.
 ///
 /// ```
-/// use ddp_mp::events::{Event, Observer};
+/// use std::sync::{Arc, Mutex};
 ///
-/// /// Prints the loss of each epoch.
-/// struct Losses;
+/// use ddp_mp::events::{Event, Observer};
+/// use ddp_mp::prelude::*;
+///
+/// /// Keeps the loss of each epoch.
+/// #[derive(Default)]
+/// struct Losses(Mutex<Vec<f64>>);
 ///
 /// impl Observer for Losses {
 ///     fn event(&self, event: &Event) -> anyhow::Result<()> {
 ///         if let Event::Epoch(epoch) = event && epoch.rank == 0 {
-///             println!("epoch {}: {}", epoch.epoch, epoch.loss);
+///             self.0.lock().expect("no rank has panicked").push(epoch.loss);
 ///         }
 ///         Ok(())
 ///     }
 /// }
+///
+/// # fn main() -> anyhow::Result<()> {
+/// let losses = Arc::new(Losses::default());
+/// let dataset = Arc::new(TensorDataset::random(64, 20, Targets::Values(1), 1)?);
+/// Spawn::new(2).observe(losses.clone()).run(move |rank| {
+///     let group = rank.init_process_group(rank.backend())?;
+///     let (vs, model) = ModelConfig::default().build(rank.device(), 0)?;
+///     let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+///     let sgd: Box<dyn Optimizer> = Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
+///     let sampler = DistributedSampler::new(dataset.len(), rank.world_size(), rank.rank())?;
+///     let loader = DataLoader::new(dataset.clone(), sampler, 8, rank.device())?;
+///     let trainer = Trainer::new(ddp, sgd, Schedule::constant(0.1), loader, Loss::Mse)?;
+///     Ok(trainer.observe(rank.observers().clone(), 50).train(3)?.steps)
+/// })?;
+/// assert_eq!(losses.0.lock().expect("no rank has panicked").len(), 3);
+/// # Ok(())
+/// # }
 /// ```
 ///
 /// A closure that takes an `&Event` observes, too, and gets the notes and warnings.
