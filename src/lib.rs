@@ -143,50 +143,11 @@
 //!   group, the configuration and the printer are passed on.
 //! * `unsafe` has three places: `ffi`, `os` and the folders of `process_group`. Each block says why it is sound.
 
-#![cfg_attr(not(feature = "cli"), allow(dead_code, unused_imports))] // what only the command line uses
-
-#[cfg(feature = "cli")]
 pub mod app;
-pub mod checkpoint;
-#[cfg(feature = "cli")]
 pub mod commands;
-#[cfg(feature = "cli")]
 pub mod config;
-pub mod data;
-pub mod ddp;
-mod error;
-pub mod events;
-pub mod ffi;
-mod files;
-pub mod launch;
-pub mod models;
-mod operation;
-pub mod optim;
-pub mod os;
-pub mod prelude;
-pub mod process_group;
-pub mod records;
-mod runtime;
-#[cfg(feature = "cli")]
 mod session;
-pub mod trainer;
-pub mod views;
 
-#[cfg(feature = "cli")]
 pub use app::App;
-pub use checkpoint::{Checkpoint, CheckpointDir};
-pub use data::{
-    Batch, DataLoader, Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind,
-    Targets, TensorDataset, TextDataset, random_split,
-};
-pub use ddp::{CommHook, DdpOptions, DistributedDataParallel, GradBucket, JoinOptions, hook_fn};
-pub use error::{Compared, Error, InputKind, MissingRank, Result, Suspects};
-pub use ffi::{Autocast, Generator, fork_rng};
-pub use launch::{Rank, RankFailure, Spawn, SpawnError, StopReason, StopRequest, spawn};
-pub use models::{Dropout, SyncBatchNorm, parameters_hash, state_dict};
-pub use operation::{OpId, Operation};
-pub use optim::{
-    AdamW, AdamWOptions, FlatBuffer, GradScaler, GradScalerOptions, Optimizer, OptimizerLayout,
-    Schedule, Sgd, SgdOptions, Unit,
-};
-pub use process_group::{Backend, P2POp, ProcessGroup, ReduceOp, Traffic, Work};
+pub use engine::*;
+pub use views;

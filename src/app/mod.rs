@@ -13,10 +13,10 @@ use tch::Tensor;
 use tch::nn::Path;
 
 use crate::config::{BuildContext, Config, OwnArgs, OwnOptionsType, Program};
-use crate::data::{Batch, Dataset};
-use crate::error::{Error, Result};
-use crate::models::{Forward, Model};
-use crate::trainer::{Callback, Criterion, LossParts, Trainer};
+use engine::data::{Batch, Dataset};
+use engine::error::{Error, Result};
+use engine::models::{Forward, Model};
+use engine::trainer::{Callback, Criterion, LossParts, Trainer};
 
 /// A program that trains with all flags, files and commands of `ddp-mp`. Options choose what the program does not bring:
 /// without a model there is `--model`, without a data set `--dataset`, without a loss `--loss`.

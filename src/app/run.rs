@@ -9,12 +9,12 @@ use clap::error::ErrorKind;
 use super::cli::{self, Bench, BenchCommand, Cli, Command, EnvFlags, TrainFlags};
 use crate::commands::{self, Versions};
 use crate::config::{Program, Tool};
-use crate::error::{Error, Result};
-use crate::ffi::{check_version, cuda, hide_stack_traces, keep_memory};
-use crate::launch::{SpawnError, exit_code, install_panic_hook};
 use crate::os;
-use crate::runtime::panics;
-use crate::views::{LogFormat, Printer, unwritable_stdout};
+use engine::error::{Error, Result};
+use engine::ffi::{check_version, cuda, hide_stack_traces, keep_memory};
+use engine::launch::{SpawnError, exit_code, install_panic_hook};
+use engine::runtime::panics;
+use views::{LogFormat, Printer, unwritable_stdout};
 
 /// Exit code of a run that failed.
 const FAILED: u8 = 1;

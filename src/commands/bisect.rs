@@ -9,12 +9,12 @@ use anyhow::Context;
 use clap::Args;
 
 use super::diff::{compare_files, compare_tensors};
-use crate::error::{Error, Shown};
-use crate::events::StepOfRank;
-use crate::files::Place;
-use crate::os::{TemporaryFolder, TiedChild};
 use crate::session::{AlreadyReported, path_in_shell};
-use crate::views::Printer;
+use engine::error::{Error, Shown};
+use engine::events::StepOfRank;
+use engine::files::Place;
+use engine::os::{TemporaryFolder, TiedChild};
+use views::Printer;
 
 /// The flags of `bisect`.
 #[derive(Debug, Clone, Args)]

@@ -3,10 +3,10 @@
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use tch::{Kind, Tensor};
 
-use crate::error::{Error, Result};
-use crate::ffi::TorchResult;
-use crate::operation::{CollectiveType, Holders, Operand, Operation, Tensors};
-use crate::process_group::{P2POp, ProcessGroup, ReduceOp};
+use engine::error::{Error, Result};
+use engine::ffi::TorchResult;
+use engine::operation::{CollectiveType, Holders, Operand, Operation, Tensors};
+use engine::process_group::{P2POp, ProcessGroup, ReduceOp};
 
 /// An operation between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

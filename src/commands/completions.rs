@@ -4,7 +4,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Arg, Args, Command, ValueHint};
 use clap_complete::{Shell, generate};
 
-use crate::views::Printer;
+use views::Printer;
 
 /// The flags of `completions`.
 #[derive(Debug, Clone, Args)]

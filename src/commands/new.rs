@@ -8,11 +8,11 @@ use clap::Args;
 use strum::{Display, EnumString, VariantNames};
 
 use crate::config::name;
-use crate::error::{Error, Result, Shown};
-use crate::ffi::library_folder;
-use crate::os::limits::unwritable;
 use crate::session::path_in_shell;
-use crate::views::Printer;
+use engine::error::{Error, Result, Shown};
+use engine::ffi::library_folder;
+use engine::os::limits::unwritable;
+use views::Printer;
 
 /// A file of the project: its path there, and its text.
 type ProjectFile = (&'static str, &'static str);

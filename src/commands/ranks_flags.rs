@@ -7,15 +7,15 @@ use std::time::Duration;
 use clap::Args;
 
 use crate::config::{Config, backend, name, positive_duration};
-use crate::error::Result;
-use crate::ffi::cuda::Cuda;
-use crate::launch::{
+use crate::session::{self, place_all, refuse_launcher, run_command};
+use engine::error::Result;
+use engine::ffi::cuda::Cuda;
+use engine::launch::{
     BackendChoice, BindChoice, Launch, LaunchKind, Nproc, Placement, Rank, SharedMemory,
     SpawnChoice,
 };
-use crate::process_group::Backend;
-use crate::session::{self, place_all, refuse_launcher, run_command};
-use crate::views::Printer;
+use engine::process_group::Backend;
+use views::Printer;
 
 /// The ranks to start.
 #[derive(Debug, Clone, Args)]

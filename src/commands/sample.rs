@@ -6,12 +6,12 @@ use std::sync::Arc;
 use clap::Args;
 use tch::Device;
 
-use crate::checkpoint::Checkpoint;
 use crate::config::{Config, MAX_F32, Program, number, whole};
-use crate::error::{Error, Result, Shown};
-use crate::ffi::cuda::Cuda;
-use crate::models::{Generate, GenerateOptions, ModelConfig, ModelKind};
-use crate::views::{Printer, Utf8Stream};
+use engine::checkpoint::Checkpoint;
+use engine::error::{Error, Result, Shown};
+use engine::ffi::cuda::Cuda;
+use engine::models::{Generate, GenerateOptions, ModelConfig, ModelKind};
+use views::{Printer, Utf8Stream};
 
 /// The flags of `sample`.
 #[derive(Debug, Clone, Args)]

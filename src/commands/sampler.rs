@@ -7,8 +7,8 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::config::{Config, check_fits, name, whole};
-use crate::error::Error;
-use crate::views::{LogFormat, Printer};
+use engine::error::Error;
+use views::{LogFormat, Printer};
 
 /// The most ranks. Each has at least one line.
 const MOST_RANKS: usize = 1 << 20;

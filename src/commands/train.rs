@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use crate::config::Config;
-use crate::data::{DataLoader, DistributedSampler};
-use crate::error::Shown;
-use crate::ffi::cuda::Cuda;
-use crate::launch::{Launch, Rank, Restarts, StopReason};
 use crate::session::{
     Session, Training, after_restart, refuse_different_replicas, run_command, show_end,
     stop_at_signals,
 };
-use crate::views::Printer;
+use engine::data::{DataLoader, DistributedSampler};
+use engine::error::Shown;
+use engine::ffi::cuda::Cuda;
+use engine::launch::{Launch, Rank, Restarts, StopReason};
+use views::Printer;
 
 /// Trains as `config` says, until all ranks finish. Returns `Some(reason)` if training stopped early.
 ///

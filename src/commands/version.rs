@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use crate::config::Program;
-use crate::error::Shown;
-use crate::ffi::{self, cuda::Cuda};
-use crate::process_group::{NcclLibrary, find_nccl};
+use engine::error::Shown;
+use engine::ffi::{self, cuda::Cuda};
+use engine::process_group::{NcclLibrary, find_nccl};
 
 /// The versions of the program and of its libraries.
 #[derive(Debug, Clone, Serialize)]

@@ -10,7 +10,7 @@ use serde_with::skip_serializing_none;
 use super::Config;
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::whole;
-use crate::trainer::SaveEvery;
+use engine::trainer::SaveEvery;
 
 /// When to save, and what to resume from.
 #[skip_serializing_none]

@@ -8,8 +8,8 @@ use serde_with::skip_serializing_none;
 use super::Config;
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{number, whole};
-use crate::data::DatasetSpec;
-use crate::models::ModelKind;
+use engine::data::DatasetSpec;
+use engine::models::ModelKind;
 
 /// The samples, and how they are dealt to the ranks.
 #[skip_serializing_none]

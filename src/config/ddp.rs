@@ -11,10 +11,10 @@ use super::Config;
 use super::option_rules::{Conflict, MayDiffer, RefusedBy};
 use super::training::MOST_IN_A_STEP;
 use super::values::{name, number, whole};
-use crate::ddp::{CommHook, Compress, DdpOptions};
-use crate::launch::SpawnChoice;
-use crate::optim::OptimizerLayout;
-use crate::process_group::SimulatedCluster;
+use engine::ddp::{CommHook, Compress, DdpOptions};
+use engine::launch::SpawnChoice;
+use engine::optim::OptimizerLayout;
+use engine::process_group::SimulatedCluster;
 
 /// The distributed strategy: `--strategy`.
 #[derive(

@@ -11,8 +11,8 @@ use toml::{Table, Value};
 
 use super::files::{expand_homes, put_into_folder_of};
 use super::{Advice, ENOUGH, Program, advice_on, flag_name, likeness, why_replaced};
-use crate::error::{Error, Result, Shown};
-use crate::files::{mistaken, read_stream};
+use engine::error::{Error, Result, Shown};
+use engine::files::{mistaken, read_stream};
 
 /// The size limit of a file, in bytes.
 const LONGEST_FILE: u64 = 1 << 20;

@@ -11,12 +11,12 @@ use toml::{Table, Value};
 use super::checkpoints::is_checkpoint_name;
 use super::output::OutputSection;
 use super::{Config, Invalid, flag_name};
-use crate::checkpoint::{CheckpointDir, is_used};
-use crate::data::DatasetSpec;
-use crate::error::{Error, Result, Shown};
-use crate::files::process_path;
-use crate::files::{Place, expand_home};
-use crate::launch::SpawnChoice;
+use engine::checkpoint::{CheckpointDir, is_used};
+use engine::data::DatasetSpec;
+use engine::error::{Error, Result, Shown};
+use engine::files::process_path;
+use engine::files::{Place, expand_home};
+use engine::launch::SpawnChoice;
 
 /// The use of a path in a run.
 #[derive(Clone, Copy, PartialEq)]

@@ -9,7 +9,7 @@ use serde_with::skip_serializing_none;
 use super::Config;
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, RefusedBy};
 use super::values::{self, duration, format_duration, name, positive_duration, whole};
-use crate::launch::{
+use engine::launch::{
     BackendChoice, BindChoice, Fault, LaunchChoice, LaunchOptions, Nproc, SharedMemory, Spawn,
     SpawnChoice,
 };

@@ -1,10 +1,10 @@
 //! Sizes that can never fit into this machine's memory. They are refused before anything is allocated.
 
 use super::{Config, Invalid};
-use crate::data::DatasetSpec;
-use crate::error::{Error, Result};
-use crate::os::{gigabytes, total_memory};
-use crate::trainer::Loss;
+use engine::data::DatasetSpec;
+use engine::error::{Error, Result};
+use engine::os::{gigabytes, total_memory};
+use engine::trainer::Loss;
 
 /// The bytes of a float32.
 const FLOAT: f64 = 4.0;

@@ -13,12 +13,12 @@ use super::ddp::needs_ddp;
 use super::option_rules::{Conflict, InShortHelp};
 use super::values::{name, number, whole};
 use super::{BuildContext, Config, DataSection};
-use crate::error::Result;
-use crate::ffi::Generator;
-use crate::models::{Activation, Model, ModelConfig, ModelKind, build_on};
-use crate::process_group::ProcessGroup;
-use crate::runtime::panics;
-use crate::trainer::Loss;
+use engine::error::Result;
+use engine::ffi::Generator;
+use engine::models::{Activation, Model, ModelConfig, ModelKind, build_on};
+use engine::process_group::ProcessGroup;
+use engine::runtime::panics;
+use engine::trainer::Loss;
 
 /// The architecture of the model. The data gives the numbers of inputs and outputs.
 #[derive(Debug, Clone, PartialEq, Args, Serialize)]

@@ -7,13 +7,13 @@ use toml::Table;
 
 use super::program::OpenDataset;
 use super::{Config, DataSection, Origin, OwnArgs, Program};
-use crate::data::{
+use engine::data::{
     Dataset, DatasetSpec, DistributedSampler, FileDataset, Subset, TargetKind, Targets,
     TensorDataset, TextDataset,
 };
-use crate::error::{Error, Result, Shown};
-use crate::runtime::panics;
-use crate::trainer::Loss;
+use engine::error::{Error, Result, Shown};
+use engine::runtime::panics;
+use engine::trainer::Loss;
 
 /// The training and validation data of a run.
 #[derive(Debug)]

@@ -8,9 +8,9 @@ use strum::{Display, EnumString, VariantNames};
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{MAX_F32, POSITIVE, format_number, name, number, whole};
 use super::{Config, StrategyKind};
-use crate::error::{Error, Result, counted};
-use crate::optim::{AdamWOptions, OptimizerOptions, ParamSpan, Schedule, SgdOptions, Unit};
-use crate::trainer::Amp;
+use engine::error::{Error, Result, counted};
+use engine::optim::{AdamWOptions, OptimizerOptions, ParamSpan, Schedule, SgdOptions, Unit};
+use engine::trainer::Amp;
 
 /// The optimizer: `--optimizer`.
 #[derive(

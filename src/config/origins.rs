@@ -13,7 +13,7 @@ use toml::{Table, Value};
 use super::files::expand_homes;
 use super::option_rules::{Tool, is_refused_by};
 use super::{Config, Invalid, Program, flag_name};
-use crate::error::{Error, Result, Shown};
+use engine::error::{Error, Result, Shown};
 
 /// The options that flags and a file gave. Two configurations with the same values are equal, whatever their origins.
 #[derive(Debug, Clone, Default)]

@@ -10,8 +10,8 @@ use super::Config;
 use super::ddp::needs_ddp;
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{name, whole};
-use crate::trainer::{Amp, KeepTensors};
-use crate::views::{Language, LogFormat};
+use engine::trainer::{Amp, KeepTensors};
+use views::{Language, LogFormat};
 
 /// The files of a run, and what it prints.
 #[skip_serializing_none]

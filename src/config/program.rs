@@ -17,12 +17,12 @@ use super::file::{read_defaults, to_arg};
 use super::model::ModelSection;
 use super::option_rules::{InShortHelp, MayDiffer};
 use super::{Config, flag_name};
-use crate::data::Dataset;
-use crate::error::{Error, Result};
-use crate::ffi::Generator;
-use crate::models::Model;
-use crate::process_group::ProcessGroup;
-use crate::trainer::{Criterion, Loss, Trainer};
+use engine::data::Dataset;
+use engine::error::{Error, Result};
+use engine::ffi::Generator;
+use engine::models::Model;
+use engine::process_group::ProcessGroup;
+use engine::trainer::{Criterion, Loss, Trainer};
 
 /// The values of a program's options.
 pub(crate) type OwnArgs = dyn Any + Send + Sync;
@@ -43,7 +43,7 @@ pub struct BuildContext<'a, A: ?Sized> {
     /// The rank's random generator, for [`Dropout`](crate::Dropout).
     pub generator: &'a Arc<Generator>,
     /// The rank's group, for [`SyncBatchNorm`](crate::SyncBatchNorm). `None` where a model is built to check a
-    /// checkpoint, before any rank starts: put a [`BatchNorm`](crate::models::BatchNorm) in its place there, which has
+    /// checkpoint, before any rank starts: put a [`BatchNorm`](engine::models::BatchNorm) in its place there, which has
     /// the same parameters.
     pub group: Option<&'a Rc<ProcessGroup>>,
     /// The number of inputs of a sample, if a data set of `--dataset` says so.

@@ -10,7 +10,7 @@ use super::file::{message, option, read, read_defaults, to_arg};
 use super::option_rules::{Conflict, OnlyIf};
 use super::origins::Origins;
 use super::{Config, Invalid, Program};
-use crate::error::{Error, Result};
+use engine::error::{Error, Result};
 
 impl Config {
     /// Returns the configuration of `flags` over `file` over the defaults. `flags` has the keys of a file, with `_`.
@@ -106,7 +106,7 @@ mod tests {
 
     use super::*;
     use crate::config::Origin;
-    use crate::launch::Nproc;
+    use engine::launch::Nproc;
 
     fn flags(toml: &str) -> Table {
         toml.parse().unwrap()

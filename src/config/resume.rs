@@ -10,9 +10,9 @@ use serde_json::{Map, Value};
 use super::open_data::SIZES;
 use super::option_rules::MayDiffer;
 use super::{Config, Invalid, Program, ScheduleKind, flag_name};
-use crate::checkpoint::TRAINER;
-use crate::data::DatasetSpec;
-use crate::error::{Error, Result};
+use engine::checkpoint::TRAINER;
+use engine::data::DatasetSpec;
+use engine::error::{Error, Result};
 
 /// The length of a cosine schedule, which spans the whole run. Checkpoints save it with that schedule, and the user
 /// gets a note if it changes.

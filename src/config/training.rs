@@ -9,9 +9,9 @@ use serde_with::skip_serializing_none;
 use super::Config;
 use super::option_rules::{Conflict, InShortHelp, MayDiffer, RefusedBy};
 use super::values::{name, positive_duration, whole};
-use crate::models::{Model, ModelKind};
-use crate::runtime::panics;
-use crate::trainer::{Amp, Criterion, Loss, Trainer, TrainerOptions};
+use engine::models::{Model, ModelKind};
+use engine::runtime::panics;
+use engine::trainer::{Amp, Criterion, Loss, Trainer, TrainerOptions};
 
 /// The most samples of a batch, and the most batches of a step: their product fits into 63 bits.
 pub(super) const MOST_IN_A_STEP: u64 = i32::MAX as u64;

@@ -1,8 +1,8 @@
 //! Validates the values for a model, and for the number of ranks.
 
 use super::{Config, Invalid};
-use crate::data::batches_of_all;
-use crate::error::{Error, Result, counted};
+use engine::data::batches_of_all;
+use engine::error::{Error, Result, counted};
 
 impl Config {
     /// Checks the values that depend on the number of ranks.

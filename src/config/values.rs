@@ -9,9 +9,9 @@ use clap::builder::{PossibleValuesParser, TypedValueParser};
 use serde::Serializer;
 use strum::VariantNames;
 
-use crate::launch::{BackendChoice, Nproc};
-use crate::process_group::Backend;
-use crate::runtime::MAX_WAIT;
+use engine::launch::{BackendChoice, Nproc};
+use engine::process_group::Backend;
+use engine::runtime::MAX_WAIT;
 
 /// The largest count that TOML can hold as well.
 const MAX_WHOLE_NUMBER: u64 = i64::MAX as u64;

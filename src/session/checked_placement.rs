@@ -1,15 +1,15 @@
 //! Where the ranks of a command run on this machine, after checking that its configuration can run there.
 
 use crate::config::Config;
-use crate::error::{Error, Result};
-use crate::ffi::cuda::Cuda;
-use crate::launch::{
+use engine::error::{Error, Result};
+use engine::ffi::cuda::Cuda;
+use engine::launch::{
     BackendChoice, BindChoice, Binding, Launch, LaunchKind, LaunchOptions, Nproc, Placement,
     SpawnChoice, place,
 };
-use crate::optim::OptimizerLayout;
-use crate::os::cores;
-use crate::process_group::Devices;
+use engine::optim::OptimizerLayout;
+use engine::os::cores;
+use engine::process_group::Devices;
 
 /// Returns whether this process starts a process for each rank.
 pub(crate) fn starts_processes(config: &Config, launch: &Launch) -> bool {
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
     use tch::Device;
 
-    use crate::process_group::Backend;
+    use engine::process_group::Backend;
 
     #[test]
     fn share_model_is_refused_for_ranks_with_a_gpu_each() {

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use super::checked_placement::place_threads;
 use crate::config::Config;
-use crate::error::Result;
-use crate::ffi::cuda::Cuda;
-use crate::launch::{JoinLaunchOptions, JoinedLaunch, Launch, Spawn};
-use crate::views::Printer;
+use engine::error::Result;
+use engine::ffi::cuda::Cuda;
+use engine::launch::{JoinLaunchOptions, JoinedLaunch, Launch, Spawn};
+use views::Printer;
 
 /// Joins the launch, with a rendezvous if there are other processes. All must run the same `command`.
 pub(crate) fn join_launch(
@@ -30,8 +30,7 @@ pub(crate) fn join_launch(
     };
     launch.warning().iter().for_each(|text| printer.info(text));
     let joined_launch = launch.join(cuda, options)?;
-    // Ends with the process: stopping the store's server would take half a second.
-    std::mem::forget(joined_launch.world.clone());
+    joined_launch.stay_connected();
     Ok(joined_launch)
 }
 

@@ -1,7 +1,7 @@
 //! Opens the data of a command that trains.
 
 use crate::config::{Config, Data};
-use crate::error::{Error, Result};
+use engine::error::{Error, Result};
 
 /// Opens the data of `config`. Returns it, and the configuration with its sizes.
 ///

@@ -19,15 +19,15 @@ use std::rc::Rc;
 use tch::Tensor;
 
 use crate::config::Config;
-use crate::data::{Batch, Batches, DataLoader};
-use crate::ddp::{CommHook, DistributedDataParallel, GradBucket};
-use crate::error::{Error, Result};
-use crate::events::{End, RankEnd};
-use crate::ffi::TorchResult;
-use crate::models::Model;
-use crate::optim::{Optimizer, ParameterState};
-use crate::process_group::ProcessGroup;
-use crate::trainer::{Callback, Step, TrainContext};
+use engine::data::{Batch, Batches, DataLoader};
+use engine::ddp::{CommHook, DistributedDataParallel, GradBucket};
+use engine::error::{Error, Result};
+use engine::events::{End, RankEnd};
+use engine::ffi::TorchResult;
+use engine::models::Model;
+use engine::optim::{Optimizer, ParameterState};
+use engine::process_group::ProcessGroup;
+use engine::trainer::{Callback, Step, TrainContext};
 
 /// A communication hook that gathers each bucket on rank 0, and averages it there. The other ranks keep their own gradients,
 /// which nobody uses.

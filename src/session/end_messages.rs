@@ -1,11 +1,11 @@
 //! How a run ended: for the report, the failure event, and the lines that rank 0 prints.
 
-use crate::checkpoint::{CheckpointDir, TrainerState};
 use crate::config::TrainingSection;
-use crate::error::{Shown, counted};
-use crate::launch::{SpawnError, StopReason};
-use crate::records::ValidationMetrics;
-use crate::views::{Outcome, RunState, validation_text};
+use engine::checkpoint::{CheckpointDir, TrainerState};
+use engine::error::{Shown, counted};
+use engine::launch::{SpawnError, StopReason};
+use engine::records::ValidationMetrics;
+use views::{Outcome, RunState, validation_text};
 
 /// Returns how the run ended.
 pub(super) fn outcome<T>(

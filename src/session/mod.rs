@@ -10,10 +10,10 @@ mod end_messages;
 mod processes;
 mod report_facts;
 mod resume_checks;
+mod run_views;
 mod start_point;
 mod summary;
 mod training;
-mod views;
 
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -23,19 +23,19 @@ use crossbeam::channel::Receiver;
 use tch::Device;
 
 use crate::config::{Config, Data};
-use crate::error::{Error, Result, Shown};
-use crate::events::{Event, Observers, Start};
-use crate::ffi::cuda::Cuda;
-use crate::launch::{
+use end_messages::outcome;
+use engine::error::{Error, Result, Shown};
+use engine::events::{Event, Observers, Start};
+use engine::ffi::cuda::Cuda;
+use engine::launch::{
     JoinedLaunch, Launch, LaunchKind, Restarts, Spawn, SpawnError, StopReason, StopRequest,
     await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
-use crate::os::limits::output_refused;
-use crate::os::terminal::screen_problem;
-use crate::runtime::FaultKind;
-use crate::views::{Metrics, Printer};
-use end_messages::outcome;
-use views::{Opening, Views, check_kept};
+use engine::os::limits::output_refused;
+use engine::os::terminal::screen_problem;
+use engine::runtime::FaultKind;
+use run_views::{Opening, Views, check_kept};
+use views::{Metrics, Printer};
 
 pub(crate) use checked_placement::{check_shared_model, place_all, place_ranks, refuse_launcher};
 pub(crate) use configured_launch::{configure, configured_spawn, join_launch};

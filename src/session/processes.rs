@@ -4,16 +4,16 @@
 use std::fmt::{self, Write};
 
 use super::checked_placement::{place_processes, starts_processes};
-use crate::checkpoint::CheckpointDir;
 use crate::config::Config;
-use crate::error::{Error, Result, Shown};
-use crate::events::Event;
-use crate::ffi::cuda::Cuda;
-use crate::launch::{
+use engine::checkpoint::CheckpointDir;
+use engine::error::{Error, Result, Shown};
+use engine::events::Event;
+use engine::ffi::cuda::Cuda;
+use engine::launch::{
     ChildError, Children, ErrorKind, Launch, LaunchKind, ProcessesEnd, SpawnChoice, SpawnError,
     SpawnProcesses, StopReason,
 };
-use crate::views::{LogFormat, Printer};
+use views::{LogFormat, Printer};
 
 /// Runs a command by `here`, on ranks of this process. If `config` asks for child processes, one for each rank or one for all
 /// ranks, they run it in the place of this process, and are restarted after a failure. `stops`: whether the command stops at

@@ -7,10 +7,10 @@ use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 
-use super::views::Opening;
+use super::run_views::Opening;
 use crate::config::Config;
-use crate::error::{Result, escaped_line};
-use crate::views::{Dealing, ReportFacts};
+use engine::error::{Result, escaped_line};
+use views::{Dealing, ReportFacts};
 
 /// Returns what the report of a run shows of its options.
 pub(super) fn report_facts(run: &Opening<'_>) -> Result<ReportFacts> {
@@ -101,7 +101,7 @@ mod tests {
     use tch::Device;
 
     use super::*;
-    use crate::data::{DataLoader, Targets, TensorDataset};
+    use engine::data::{DataLoader, Targets, TensorDataset};
 
     #[test]
     fn shell_reads_a_path_as_it_is() {

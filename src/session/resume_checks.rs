@@ -1,12 +1,12 @@
 //! Whether a run can resume from a checkpoint: its options, its state and its data files.
 
-use crate::checkpoint::{Checkpoint, TRAINER, TrainerState};
 use crate::config::Config;
-use crate::error::{Error, Result, Shown, counted, escaped_line};
-use crate::optim::GradScalerState;
-use crate::records::DataFile;
-use crate::trainer::Amp;
-use crate::views::Printer;
+use engine::checkpoint::{Checkpoint, TRAINER, TrainerState};
+use engine::error::{Error, Result, Shown, counted, escaped_line};
+use engine::optim::GradScalerState;
+use engine::records::DataFile;
+use engine::trainer::Amp;
+use views::Printer;
 
 /// Checks the rest of `trainer.json` against this run, which has these data files. They may be in another folder.
 fn check(state: &TrainerState, config: &Config, data_files: &[DataFile]) -> Result<()> {

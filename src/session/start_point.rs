@@ -7,14 +7,14 @@ use tch::Device;
 use tch::nn::VarStore;
 
 use super::resume_checks::compare;
-use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile, check_all_in};
 use crate::config::Config;
-use crate::error::{Error, Result, Shown};
-use crate::ffi::Generator;
-use crate::launch::Restarts;
-use crate::process_group::ProcessGroup;
-use crate::records::DataFile;
-use crate::views::Printer;
+use engine::checkpoint::{Checkpoint, CheckpointDir, TensorFile, check_all_in};
+use engine::error::{Error, Result, Shown};
+use engine::ffi::Generator;
+use engine::launch::Restarts;
+use engine::process_group::ProcessGroup;
+use engine::records::DataFile;
+use views::Printer;
 
 /// The starting point of a run, shared by its ranks.
 #[derive(Debug, Default)]
@@ -186,9 +186,9 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::checkpoint::{Snapshot, TrainerState};
-    use crate::models::state_dict;
-    use crate::views::LogFormat;
+    use engine::checkpoint::{Snapshot, TrainerState};
+    use engine::models::state_dict;
+    use views::LogFormat;
 
     /// Resumes with `config` on 2 ranks, from a checkpoint of such a run with this state.
     fn resume(config: &Config, state: TrainerState) -> Result<StartPoint, String> {

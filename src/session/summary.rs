@@ -4,15 +4,15 @@ use super::Session;
 use super::data_parallel::through_rank_0_message;
 use super::end_messages::{before_max_steps_message, best_message, stopped_message};
 use crate::config::Config;
-use crate::error::{Compared, Result};
-use crate::events::{End, Event, RankEnd, find_straggler};
-use crate::models::Model;
-use crate::os::peak_memory;
-use crate::process_group::{ProcessGroup, Traffic};
-use crate::records::PhaseSeconds;
-use crate::runtime::StopReason;
-use crate::trainer::{Summary, Trainer, compare_replicas};
-use crate::views::LogFormat;
+use engine::error::{Compared, Result};
+use engine::events::{End, Event, RankEnd, find_straggler};
+use engine::models::Model;
+use engine::os::peak_memory;
+use engine::process_group::{ProcessGroup, Traffic};
+use engine::records::PhaseSeconds;
+use engine::runtime::StopReason;
+use engine::trainer::{Summary, Trainer, compare_replicas};
+use views::LogFormat;
 
 /// Shows how the run ended, on rank 0. Returns on all ranks whether the replicas are equal. A collective.
 pub(crate) fn show_end(

@@ -6,16 +6,16 @@ use std::sync::Arc;
 use super::data_parallel::{GatherOnRank0, ScatterFromRank0, StepOnRank0};
 use super::start_point::StartPoint;
 use crate::config::Config;
-use crate::data::{DataLoader, Dataset};
-use crate::ddp::{DdpOptions, DistributedDataParallel};
-use crate::error::{Error, Result};
-use crate::ffi::Generator;
-use crate::launch::Rank;
-use crate::models::Model;
-use crate::models::parameters_hash;
-use crate::optim::{Optimizer, Schedule};
-use crate::process_group::ProcessGroup;
-use crate::trainer::{Trainer, TrainerOptions};
+use engine::data::{DataLoader, Dataset};
+use engine::ddp::{DdpOptions, DistributedDataParallel};
+use engine::error::{Error, Result};
+use engine::ffi::Generator;
+use engine::launch::Rank;
+use engine::models::Model;
+use engine::models::parameters_hash;
+use engine::optim::{Optimizer, Schedule};
+use engine::process_group::ProcessGroup;
+use engine::trainer::{Trainer, TrainerOptions};
 
 /// The objects that one rank trains with.
 pub(crate) struct Training {

@@ -15,7 +15,7 @@ use crate::commands::{
     SamplerFlags,
 };
 use crate::config::{InShortHelp, Program, Tool, is_refused_by};
-use crate::files::expand_home;
+use engine::files::expand_home;
 pub(crate) use tools::{Bench, BenchCommand, EnvFlags, VerifyFlags};
 pub(crate) use train::TrainFlags;
 
@@ -149,7 +149,7 @@ fn with_home(arg: Arg) -> Arg {
 ///
 /// # Errors
 /// [`Error::Input`](crate::Error::Input) that names both options.
-pub(crate) fn check(program: &Program) -> crate::error::Result<()> {
+pub(crate) fn check(program: &Program) -> engine::error::Result<()> {
     if program.options.is_none() {
         return program.check(&[]); // without the time that it takes to declare the command line once more
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use clap::Args;
 
 use crate::config::{Config, Given, InShortHelp, Program, Tool, check_for};
-use crate::error::Result;
+use engine::error::Result;
 
 /// The options of a run, and a file of them.
 #[derive(Debug, Args)]

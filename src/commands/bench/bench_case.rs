@@ -4,10 +4,10 @@ use strum::IntoEnumIterator;
 use tch::{Kind, TchError, Tensor};
 
 use crate::commands::comm_op::{CommOp, OpTensors};
-use crate::error::Result;
-use crate::ffi::TorchResult;
-use crate::operation::{CollectiveType, Operation, Tensors};
-use crate::process_group::{ReduceOp, num_bytes};
+use engine::error::Result;
+use engine::ffi::TorchResult;
+use engine::operation::{CollectiveType, Operation, Tensors};
+use engine::process_group::{ReduceOp, num_bytes};
 
 /// The operations that can be measured.
 pub(super) fn ops() -> impl Iterator<Item = CommOp> {

@@ -8,8 +8,8 @@ use serde::Serialize;
 
 use super::step::StepTimes;
 use super::table::{self, Column};
-use crate::process_group::SimulatedCluster;
-use crate::views::Printer;
+use engine::process_group::SimulatedCluster;
+use views::Printer;
 
 /// The forecast of a step on the ranks of one shape of the cluster: a row of the table. Times are in microseconds.
 #[derive(Debug, Serialize)]
@@ -113,7 +113,7 @@ const FOOT: &str = "
 mod tests {
     use super::*;
     use crate::config::StrategyKind;
-    use crate::trainer::Amp;
+    use engine::trainer::Amp;
 
     /// Returns the forecast of a step on a number of nodes of a cluster, with a number of ranks on each.
     fn forecast_on(text: &str, overlaps: bool, shape: [usize; 2]) -> Row {

@@ -21,16 +21,16 @@ use tch::{Device, Kind, Tensor};
 use super::comm_op::{CommOp, OpTensors, op_parser};
 use super::ranks_flags::RanksFlags;
 use crate::config::{check_fits, name, whole};
-use crate::error::{Error, Result, counted};
-use crate::ffi::cuda::Cuda;
-use crate::launch::{Placement, Rank};
-use crate::process_group::{Backend, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype};
-use crate::views::{LogFormat, Printer};
 pub(super) use bench_case::bus_factor;
+use engine::error::{Error, Result, counted};
+use engine::ffi::cuda::Cuda;
+use engine::launch::{Placement, Rank};
+use engine::process_group::{Backend, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype};
 pub use scaling::bench_scaling;
 use sorted::Sorted;
 pub use step::bench_step;
 use table::Column;
+use views::{LogFormat, Printer};
 
 /// The most iterations of one size.
 const MOST_ITERS: u64 = 1_000_000;

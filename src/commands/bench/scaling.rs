@@ -14,12 +14,12 @@ use super::sorted::Sorted;
 use super::step::{StepTimes, step_on};
 use super::table::{self, Column};
 use crate::config::Config;
-use crate::error::{Error, counted};
-use crate::ffi::cuda::Cuda;
-use crate::launch::{Nproc, Placement, Spawn, SpawnChoice};
-use crate::os::cores;
 use crate::session::{check_shared_model, configure, open_data, place_ranks};
-use crate::views::Printer;
+use engine::error::{Error, counted};
+use engine::ffi::cuda::Cuda;
+use engine::launch::{Nproc, Placement, Spawn, SpawnChoice};
+use engine::os::cores;
+use views::Printer;
 
 /// One number of ranks: a row of the table.
 #[derive(Debug, Serialize)]

@@ -13,16 +13,16 @@ use super::forecast;
 use super::note_if_busy;
 use super::sorted::Sorted;
 use crate::config::{CommHookKind, Config, StrategyKind};
-use crate::data::Dataset;
-use crate::error::{Error, counted};
-use crate::ffi::cuda::Cuda;
-use crate::launch::{Launch, Nproc, Rank};
-use crate::operation::Operation;
-use crate::process_group::{Backend, ProcessGroup};
-use crate::records::PhaseSeconds;
 use crate::session::{self, StartPoint, Training, open_data, run_command};
-use crate::trainer::{Amp, Callback, Step, TrainContext};
-use crate::views::Printer;
+use engine::data::Dataset;
+use engine::error::{Error, counted};
+use engine::ffi::cuda::Cuda;
+use engine::launch::{Launch, Nproc, Rank};
+use engine::operation::Operation;
+use engine::process_group::{Backend, ProcessGroup};
+use engine::records::PhaseSeconds;
+use engine::trainer::{Amp, Callback, Step, TrainContext};
+use views::Printer;
 
 /// The times of rank 0, in microseconds: medians over the steps. The parts are the phases that `--report` shows. With a
 /// GPU they are the GPU's, and the extra time of the host is in no part.

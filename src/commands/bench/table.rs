@@ -4,7 +4,7 @@ use std::io;
 
 use serde::Serialize;
 
-use crate::views::{LogFormat, Printer};
+use views::{LogFormat, Printer};
 
 /// A column of a table of `R`s: the title, the unit, the least number of characters, and the cell of a row. All are aligned
 /// on the right.

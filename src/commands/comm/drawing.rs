@@ -3,9 +3,9 @@
 use super::operations::words;
 use super::shorten::{GAP, items, ranks};
 use crate::commands::CommOp;
-use crate::operation::{CollectiveType, Holders, Operation, Tensors};
-use crate::process_group::ReduceOp;
-use crate::views::in_columns;
+use engine::operation::{CollectiveType, Holders, Operation, Tensors};
+use engine::process_group::ReduceOp;
+use views::in_columns;
 
 /// The meaning of the letters.
 pub(super) const LEGEND: &str =

@@ -18,16 +18,16 @@ use tch::{Device, Kind, Tensor};
 use super::comm_op::{CommOp, OpTensors, op_parser};
 use super::ranks_flags::RanksFlags;
 use crate::config::{check_fits, name, whole};
-use crate::error::{Error, Result};
-use crate::ffi::cuda::Cuda;
-use crate::launch::{Placement, Rank};
-use crate::operation::Operation;
-use crate::process_group::{
+use engine::error::{Error, Result};
+use engine::ffi::cuda::Cuda;
+use engine::launch::{Placement, Rank};
+use engine::operation::Operation;
+use engine::process_group::{
     Backend, DTYPES, ProcessGroup, ReduceOp, dtype_name, num_bytes, parse_dtype,
 };
-use crate::views::{LogFormat, Printer};
 use operations::{OPS, ShownOp};
 use values::{Value, fill};
+use views::{LogFormat, Printer};
 
 /// The most elements of a tensor, which people are to read.
 const MOST_NUMEL: u64 = 1_000_000;

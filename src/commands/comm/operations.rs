@@ -1,8 +1,8 @@
 //! The operations that `comm` shows: the purpose of each, and its calls in PyTorch and in Rust.
 
 use crate::commands::CommOp;
-use crate::operation::Operation;
-use crate::process_group::ReduceOp;
+use engine::operation::Operation;
+use engine::process_group::ReduceOp;
 
 /// An operation with what `comm` says about it.
 #[derive(Debug, Clone, Copy)]

@@ -3,7 +3,7 @@
 use super::Row;
 use super::shorten::{GAP, items, ranks};
 use super::values::Value;
-use crate::views::in_columns;
+use views::in_columns;
 
 /// The largest width of a table: that of a terminal, less the indentation.
 const WIDTH: usize = 78;

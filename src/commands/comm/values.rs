@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tch::{Device, Kind, TchError, Tensor};
 
-use crate::error::Result;
-use crate::ffi::TorchResult;
+use engine::error::Result;
+use engine::ffi::TorchResult;
 
 /// Fills the input of `rank` with (rank + 1) * (i + 1) at index i.
 pub(super) fn fill(input: &Tensor, rank: usize) -> Result<()> {

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use strum::{EnumIter, IntoEnumIterator, IntoStaticStr};
 
 use super::read::{Lines, Ranks, Record};
-use crate::error::{Error, Result};
-use crate::events::{StepFingerprint, StepOfRank, TensorHash, TensorShape};
+use engine::error::{Error, Result};
+use engine::events::{StepFingerprint, StepOfRank, TensorHash, TensorShape};
 
 /// A part of a step. The order is that of computation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, EnumIter, IntoStaticStr)]

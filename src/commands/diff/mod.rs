@@ -11,14 +11,14 @@ use std::path::{Path, PathBuf};
 use anyhow::bail;
 use clap::Args;
 
-use crate::error::{Error, Shown};
-use crate::events::StepOfRank;
 use crate::session::AlreadyReported;
-use crate::views::Printer;
 use compare::Comparison;
+use engine::error::{Error, Shown};
+use engine::events::StepOfRank;
 use read::Record;
 pub(super) use tensors::compare_tensors;
 use tensors::holds_tensors;
+use views::Printer;
 
 /// The flags of `diff`.
 #[derive(Debug, Clone, Args)]

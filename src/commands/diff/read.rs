@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::error::{Error, Result, Shown};
-use crate::events::{
+use engine::error::{Error, Result, Shown};
+use engine::events::{
     FINGERPRINT_FORMAT, Fingerprint, FingerprintedRun, StepFingerprint, StepOfRank,
 };
-use crate::files::process_path;
-use crate::files::{RECOGNIZED_BY, mistaken, open_regular};
-use crate::os::limits::explain;
+use engine::files::process_path;
+use engine::files::{RECOGNIZED_BY, mistaken, open_regular};
+use engine::os::limits::explain;
 
 /// The lines of a step, by rank.
 pub(super) type Ranks = BTreeMap<usize, StepFingerprint>;

@@ -5,13 +5,13 @@ use std::path::Path;
 
 use tch::{Kind, Tensor};
 
-use crate::checkpoint::TensorFile;
-use crate::error::{Error, Result, Shown, counted};
-use crate::ffi::TorchResult;
-use crate::files::open_regular;
-use crate::models::bytes_of;
-use crate::process_group::dtype_name;
-use crate::views::{indices, table};
+use engine::checkpoint::TensorFile;
+use engine::error::{Error, Result, Shown, counted};
+use engine::ffi::TorchResult;
+use engine::files::open_regular;
+use engine::models::bytes_of;
+use engine::process_group::dtype_name;
+use views::{indices, table};
 
 /// The groups of tensors in the files of `--keep`, in the order of computation.
 const ORDER: [&str; 8] =

@@ -4,8 +4,8 @@ use serde_json::Value;
 
 use super::compare::{Comparison, Difference, Parting, Stage, is_close};
 use super::read::Record;
-use crate::error::{counted, list_ranks};
-use crate::views::paragraph;
+use engine::error::{counted, list_ranks};
+use views::paragraph;
 
 /// The most tensors of a rank that a line names.
 const MAX_NAMES: usize = 3;

@@ -10,14 +10,14 @@ use serde_json::{Value, json};
 
 use super::Versions;
 use crate::config::{Config, Data};
-use crate::error::{Shown, counted};
-use crate::ffi::{self, cuda::Cuda};
-use crate::launch::{Binding, Launch, LaunchKind, Placement, SpawnChoice};
-use crate::os::{binding_note, cores};
 use crate::session::{open_data, place_all};
-use crate::views::Printer;
 pub use check_gpus::check_gpus;
+use engine::error::{Shown, counted};
+use engine::ffi::{self, cuda::Cuda};
+use engine::launch::{Binding, Launch, LaunchKind, Placement, SpawnChoice};
+use engine::os::{binding_note, cores};
 use options::options;
+use views::Printer;
 
 /// The object of `--log-format json`.
 #[derive(Serialize)]

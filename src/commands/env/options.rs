@@ -5,8 +5,8 @@ use std::io::{self, Write};
 use serde_json::Value;
 
 use crate::config::{Config, OptionValue, Origin};
-use crate::error::Result;
-use crate::launch::{Launch, LaunchKind};
+use engine::error::Result;
+use engine::launch::{Launch, LaunchKind};
 
 /// Returns the options that differ from their defaults, or `all` of them. A launcher's variables set some options of
 /// `launch` that are not given.

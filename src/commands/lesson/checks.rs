@@ -10,9 +10,9 @@ use serde_json::{Value, json};
 
 use super::answer::Answer;
 use super::lessons::Found;
-use crate::checkpoint::{Checkpoint, CheckpointDir, TensorFile};
-use crate::launch::this_program;
-use crate::os::{Ended, TemporaryFolder, TiedChild, text_in};
+use engine::checkpoint::{Checkpoint, CheckpointDir, TensorFile};
+use engine::launch::this_program;
+use engine::os::{Ended, TemporaryFolder, TiedChild, text_in};
 
 /// Returns a field of the first event of this name among what `ddp-mp` has printed.
 fn get<T: DeserializeOwned>(events: &[Value], event: &str, field: &str) -> anyhow::Result<T> {

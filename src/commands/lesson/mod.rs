@@ -14,12 +14,12 @@ use serde_json::Value;
 use textwrap::core::display_width;
 
 use crate::config::name;
-use crate::error::Error;
 use crate::session::AlreadyReported;
-use crate::views::{Language, Printer, filled, paragraph};
 use answer::Answer;
+use engine::error::Error;
 use lessons::LESSONS;
 use texts::{Catalog, Texts, Words};
+use views::{Language, Printer, filled, paragraph};
 
 pub use lessons::Lesson;
 

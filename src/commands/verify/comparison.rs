@@ -7,9 +7,9 @@ use tch::{Device, Kind, Tensor};
 
 use super::Variant;
 use crate::config::Config;
-use crate::error::{Error, Result};
-use crate::ffi::TorchResult;
-use crate::launch::Placement;
+use engine::error::{Error, Result};
+use engine::ffi::TorchResult;
+use engine::launch::Placement;
 
 /// Up to this many tensors are always listed one by one.
 const MAX_ALWAYS_LISTED: usize = 4;
@@ -217,7 +217,7 @@ fn difference(a: &ParamValues, b: &ParamValues) -> Difference {
 mod tests {
     use super::*;
     use crate::config::StrategyKind;
-    use crate::process_group::Backend;
+    use engine::process_group::Backend;
 
     fn trained(before: [f32; 2], after: [f32; 2]) -> RunResult {
         let values = |values: [f32; 2]| {

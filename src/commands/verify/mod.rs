@@ -9,17 +9,17 @@ use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::config::{CommHookKind, Config, OptimizerKind, StrategyKind};
-use crate::data::{Dataset, Subset};
-use crate::error::{Error, Result};
-use crate::ffi::cuda::Cuda;
-use crate::launch::{BindChoice, Launch, LaunchKind, Placement, Rank};
-use crate::models::ModelKind;
-use crate::process_group::ProcessGroup;
-use crate::runtime::FaultKind;
 use crate::session::{self, StartPoint, Training, open_data, refuse_launcher, run_command};
-use crate::trainer::Amp;
-use crate::views::{LogFormat, Printer};
 use comparison::{Bound, Comparison, RunResult, values};
+use engine::data::{Dataset, Subset};
+use engine::error::{Error, Result};
+use engine::ffi::cuda::Cuda;
+use engine::launch::{BindChoice, Launch, LaunchKind, Placement, Rank};
+use engine::models::ModelKind;
+use engine::process_group::ProcessGroup;
+use engine::runtime::FaultKind;
+use engine::trainer::Amp;
+use views::{LogFormat, Printer};
 
 /// A way of training. All ways must give the same result.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]

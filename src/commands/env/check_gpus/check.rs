@@ -11,11 +11,11 @@ use tch::{Device, Kind, TchError, Tensor};
 
 use crate::commands::bench::{bus_factor, round};
 use crate::commands::comm_op::{CommOp, OpTensors};
-use crate::ffi::{TorchResult, cuda};
-use crate::launch::Spawn;
-use crate::operation::Operation;
-use crate::process_group::{Backend, ReduceOp};
-use crate::views::Printer;
+use engine::ffi::{TorchResult, cuda};
+use engine::launch::Spawn;
+use engine::operation::Operation;
+use engine::process_group::{Backend, ReduceOp};
+use views::Printer;
 
 /// A check that a process makes, with its GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]

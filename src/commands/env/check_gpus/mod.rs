@@ -12,10 +12,10 @@ use anyhow::bail;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::error::Error;
 use crate::session::AlreadyReported;
-use crate::views::Printer;
 use check::{Check, Found, Machine, Verdict};
+use engine::error::Error;
+use views::Printer;
 
 /// The variables that switch off one of NCCL's ways between GPUs.
 const SWITCHES: [&str; 3] = ["NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"];

@@ -8,11 +8,11 @@ use std::time::Duration;
 use crossbeam::channel::{RecvTimeoutError, unbounded};
 
 use super::check::{Check, Found, LOAD, Message, Verdict};
-use crate::error::{Error, Result};
-use crate::launch::{how_ended, this_program};
-use crate::os::{self, limits::not_started};
-use crate::runtime::Deadline;
-use crate::views::Printer;
+use engine::error::{Error, Result};
+use engine::launch::{how_ended, this_program};
+use engine::os::{self, limits::not_started};
+use engine::runtime::Deadline;
+use views::Printer;
 
 /// The variable with the check that a process is to make.
 const CHECK: &str = "DDP_MP_CHECK";
@@ -99,7 +99,7 @@ fn watch(mut command: Command, printer: &Printer) -> io::Result<Found> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::views::LogFormat;
+    use views::LogFormat;
 
     /// Watches a shell that runs `script`, where loading may take a minute.
     fn found_by(script: &str) -> Found {

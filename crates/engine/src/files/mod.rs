@@ -1,0 +1,51 @@
+//! Files that the user names. They are opened without waiting, read up to a limit, and written in whole rows.
+
+mod append;
+mod home;
+mod mistaken;
+mod place;
+mod read;
+mod whole;
+
+pub use append::{Appender, LinesBefore, lines_before};
+pub use home::expand_home;
+pub(crate) use mistaken::{GZIP, HTML, SAFETENSORS, kind_of};
+pub use mistaken::{RECOGNIZED_BY, mistaken};
+pub use place::Place;
+pub(crate) use read::{name_of_kind, read_regular, refuse_special};
+pub use read::{open_regular, read_stream};
+pub use whole::WholeFile;
+
+use std::io;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::runtime::Deadline;
+
+/// Returns the path of a process's file: `a.json` of a single process, `a.0.json` and so on of several.
+pub fn process_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
+    if count == 1 || path.file_name().is_none() {
+        return path.into();
+    }
+    let extension = path.extension().map(|extension| format!(".{}", extension.to_string_lossy()));
+    path.with_extension(format!("{process}{}", extension.unwrap_or_default()))
+}
+
+/// Waits until `file` is ready for `events`. Returns `false` after `patience`.
+fn wait_for(file: impl AsFd, events: PollFlags, patience: Duration) -> io::Result<bool> {
+    let deadline = Deadline::after(patience);
+    loop {
+        let left = deadline.left();
+        let timeout =
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        match poll(&mut [PollFd::new(&file, events)], Some(&timeout)) {
+            Err(rustix::io::Errno::INTR) => {}
+            Ok(0) if !deadline.is_over() => {} // the process was suspended
+            Ok(ready) => return Ok(ready > 0),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}

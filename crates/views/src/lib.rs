@@ -1,0 +1,90 @@
+//! What a person sees of a run. Each view is a folder with a type that is opened before any rank starts, is told the events
+//! of the run as an [`Observer`], and is finished after the ranks have ended.
+//!
+//! [`Printer`] alone writes to the terminal: stdout carries results, text for people or one JSON object per line, and stderr
+//! the rest.
+
+mod columns;
+mod explain;
+mod json_lines;
+mod language;
+mod live;
+mod metrics;
+mod printer;
+mod prometheus;
+mod record;
+mod report;
+mod slices;
+mod tensorboard;
+mod trace;
+mod whole_file;
+
+use serde::Serialize;
+use strum::{EnumIter, IntoStaticStr};
+
+use engine::error::Result;
+use engine::events::Observer;
+
+#[doc(hidden)] // for the commands of the program
+pub use columns::in_columns;
+pub use explain::{Explain, RunInfo};
+pub use explain::{indices, paragraph, table};
+pub use language::Language;
+pub use language::filled;
+pub use live::Live;
+pub use metrics::Metrics;
+pub use printer::validation_text;
+pub use printer::{LogFormat, Printer, unwritable_stdout};
+pub use printer::{Utf8Stream, train_texts};
+pub use prometheus::{Prometheus, RunFacts};
+pub use record::Record;
+pub use report::{Dealing, Report, ReportFacts};
+pub use tensorboard::{SummaryWriter, TensorBoard};
+pub use trace::Trace;
+
+/// A view of a run.
+pub trait View: Observer {
+    /// Writes what appears at the end of a run, and that the run has ended with `outcome`. Called once, after the ranks have
+    /// ended, also if they have failed.
+    ///
+    /// # Errors
+    /// [`Error::Write`](engine::Error::Write).
+    fn finish(&self, outcome: &Outcome) -> Result<()>;
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, Serialize)]
+pub struct Outcome {
+    /// `Done`, `Stopped` or `Failed`.
+    pub kind: RunState,
+    /// The same in a sentence, with the reasons for restarts.
+    pub text: String,
+}
+
+/// The state of a run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, EnumIter, IntoStaticStr, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
+pub enum RunState {
+    /// The ranks train.
+    #[default]
+    Running,
+    /// The run has reached its end.
+    Done,
+    /// The run was ended before its last epoch, by a signal or a limit.
+    Stopped,
+    /// The run has failed.
+    Failed,
+}
+
+/// Adds a point to a curve. Of one that has `most` points, drops every second before.
+fn add_point<T>(curve: &mut Vec<T>, most: usize, point: T) {
+    if curve.len() >= most {
+        let mut number = 0;
+        curve.retain(|_| {
+            number += 1;
+            number % 2 == 1
+        });
+    }
+    curve.push(point);
+}

@@ -1,0 +1,199 @@
+//! The views of a run: what its options ask to see.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::report_facts::report_facts;
+use crate::config::{CommHookKind, Config, Data};
+use engine::error::{Error, Result, Shown, counted};
+use engine::events::Observers;
+use engine::files::{WholeFile, process_path};
+use engine::launch::{JoinedLaunch, StopRequest};
+use engine::os::limits::output_refused;
+use views::{
+    Explain, Live, Metrics, Outcome, Printer, Prometheus, Record, Report, RunFacts, RunInfo,
+    RunState, TensorBoard, Trace, View,
+};
+
+/// The run in this process, of which views are opened.
+pub(super) struct Opening<'a> {
+    pub config: &'a Config,
+    pub joined_launch: &'a JoinedLaunch,
+    pub data: &'a Data,
+    /// The backend, with what is simulated, for the user.
+    pub backend: &'a str,
+    pub stop: &'a Arc<StopRequest>,
+    pub printer: &'a Arc<Printer>,
+}
+
+/// The open views of this process. Those that are written at the end are finished in this order.
+pub(crate) struct Views(Vec<Arc<dyn View>>);
+
+impl Views {
+    /// Opens all views that the options ask for. What is the same for all ranks is in the process of rank 0 alone.
+    ///
+    /// # Errors
+    /// [`Error::Input`] if a file cannot be written.
+    pub(super) fn open(run: &Opening<'_>) -> Result<Self> {
+        let (output, process) = (&run.config.output, run.joined_launch.process());
+        let is_first = run.joined_launch.is_first();
+        let here = |path: &Option<PathBuf>| path.clone().filter(|_| is_first);
+        let (continues, printer) = (continues(run.config, run.joined_launch), run.printer);
+        let views = [
+            opened("--record", output.record.clone(), |path| {
+                let record = Record::open(&process_path(path, process), continues)?;
+                Ok(record.note_to(run.printer_of_rank_0(), run.record_note(path)))
+            })?,
+            opened("--trace", output.trace.clone(), |path| {
+                Ok(Trace::open(path, process)?.note_to(run.printer_of_rank_0()))
+            })?,
+            opened("--report", here(&output.report), |path| {
+                let facts = report_facts(run).map_err(io::Error::other)?;
+                Report::open(path, facts, printer.clone())
+            })?,
+            opened("--metrics", here(&output.metrics), Metrics::open)?,
+            opened("--tensorboard", here(&output.tensorboard), |path| {
+                TensorBoard::create(path, continues)
+            })?,
+            opened("--prometheus", here(&output.prometheus), |path| {
+                Prometheus::new(path, run.facts())
+            })?,
+            shown(output.explain && is_first, || run.explanation()),
+            shown(printer.shows_live && is_first, || run.live()),
+        ];
+        Ok(Self(views.into_iter().flatten().collect()))
+    }
+
+    /// Returns the observers of the run: `printer`, and these views.
+    pub(super) fn observers(&self, printer: &Arc<Printer>) -> Observers {
+        let mut observers = Observers::default();
+        observers.add(printer.clone());
+        self.0.iter().for_each(|view| observers.add(view.clone()));
+        observers
+    }
+
+    /// Finishes the views of a run that has ended with `outcome`. If one cannot be written, the others still are, and the run
+    /// has failed for those after it.
+    ///
+    /// # Errors
+    /// [`Error::Write`], the first one.
+    pub(super) fn finish(&self, mut outcome: Outcome) -> Result<()> {
+        let mut finished = Ok(());
+        for view in &self.0 {
+            let done = view.finish(&outcome);
+            if done.is_err() {
+                outcome.kind = RunState::Failed;
+            }
+            finished = finished.and(done);
+        }
+        finished
+    }
+}
+
+/// Opens the view of the file at `path` that `flag` names, if there is one.
+fn opened<V: View + 'static>(
+    flag: &str,
+    path: Option<PathBuf>,
+    open: impl FnOnce(&Path) -> io::Result<V>,
+) -> Result<Option<Arc<dyn View>>> {
+    let Some(path) = path else { return Ok(None) };
+    let refused = |error| output_refused(&format!("{flag} {}", path.shown()), &error);
+    open(&path).map(|view| Some(Arc::new(view) as Arc<dyn View>)).map_err(refused)
+}
+
+/// Returns a view of the terminal, if it is `wanted`.
+fn shown<V: View + 'static>(wanted: bool, view: impl FnOnce() -> V) -> Option<Arc<dyn View>> {
+    wanted.then(|| Arc::new(view()) as Arc<dyn View>)
+}
+
+impl Opening<'_> {
+    /// Returns where views of each process say where their files are: `None` in processes without rank 0.
+    fn printer_of_rank_0(&self) -> Option<Arc<Printer>> {
+        self.joined_launch.is_first().then(|| self.printer.clone())
+    }
+
+    fn record_note(&self, path: &Path) -> String {
+        let (path, program) = (path.shown(), self.config.program.name);
+        format!("the record is in {path}: compare it with {program} diff")
+    }
+
+    fn facts(&self) -> RunFacts {
+        RunFacts {
+            model: self.config.model_name(),
+            backend: self.joined_launch.placement.backend.name(),
+            world_size: self.joined_launch.world_size(),
+            restarts: self.joined_launch.launch.restart_count,
+        }
+    }
+
+    fn live(&self) -> Live {
+        let Self { config, joined_launch, backend, stop, printer, .. } = self;
+        let ranks = counted(joined_launch.world_size(), "rank");
+        let title = format!("{} on {ranks} ({backend})", config.model_name());
+        let is_of_user = joined_launch.launch.parent.is_none() && !joined_launch.launch.has_agent;
+        Live::new((*printer).clone(), title, (*stop).clone(), is_of_user)
+    }
+
+    fn explanation(&self) -> Explain {
+        let Self { config, joined_launch, data, printer, .. } = self;
+        let run_info = RunInfo {
+            world_size: joined_launch.world_size(),
+            processes: joined_launch.process()[1],
+            backend: joined_launch.placement.backend.name(),
+            model: config.model_name(),
+            seed: config.training.seed,
+            starts_from_file: config.checkpoints.init_from.is_some(),
+            samples: data.training.len(),
+            shuffles: !config.data.no_shuffle,
+            drops_last: config.data.drop_last,
+            accumulate: config.ddp.grad_accum_steps,
+            exact_mean: config.ddp.exact_mean,
+            optimizer_layout: config.optimizer_layout(),
+            steps_per_epoch: config.steps_per_epoch(joined_launch.world_size()),
+            compression: match config.ddp.comm_hook {
+                CommHookKind::None => None,
+                CommHookKind::Fp16 => Some("float16"),
+                CommHookKind::Bf16 => Some("bfloat16"),
+            },
+            optimizer: config.optimization.optimizer.to_string(),
+            is_plain: config.optimizer_options().is_plain(),
+            max_grad_norm: config.optimization.max_grad_norm,
+        };
+        Explain::new(config.output.language, run_info, (*printer).clone())
+    }
+}
+
+/// Returns whether the run goes on where an earlier one, or an earlier start of it, was.
+fn continues(config: &Config, joined_launch: &JoinedLaunch) -> bool {
+    config.checkpoints.resume.is_some() || joined_launch.launch.restart_count > 0
+}
+
+/// Checks that the run has the rank of `--keep-rank`, and that its file can be written.
+///
+/// # Errors
+/// [`Error::Input`] if it has not, or the file exists.
+pub(super) fn check_kept(config: &Config, joined_launch: &JoinedLaunch) -> Result<()> {
+    let Some(keep) = config.keep() else { return Ok(()) };
+    let ranks = joined_launch.world_size();
+    if keep.rank >= ranks {
+        return Err(Error::usage(format!(
+            "--keep-rank {}: this run has ranks 0 to {}",
+            keep.rank,
+            ranks - 1
+        )));
+    }
+    if !joined_launch.ranks_here().contains(&keep.rank) {
+        return Ok(());
+    }
+    if joined_launch.launch.restart_count > 0 {
+        let _ = fs::remove_file(&keep.file); // an earlier start of this run has written it
+    }
+    let begun = if keep.file.exists() {
+        Err(io::Error::other("this file exists; remove it, or use another name"))
+    } else {
+        WholeFile::begin(&keep.file).map(drop)
+    };
+    begun.map_err(|error| output_refused(&format!("--keep {}", keep.file.shown()), &error))
+}
