@@ -535,7 +535,7 @@ CAPS = [1 * MIB, 25 * MIB]
 
 
 def bucket_assignment():
-    """The bytes of each layer's float32 parameters, and the layers of each bucket: the rule of src/ddp/bucket.rs.
+    """The bytes of each layer's float32 parameters, and the layers of each bucket: the rule of crates/engine/src/ddp/bucket.rs.
 
     A bucket is closed by the parameter with which it reaches its capacity. Here that is always a layer's weight, the
     last of the layer's parameters in this order.

@@ -34,7 +34,7 @@ fn error_on_any_rank_at_any_stage_ends_the_run() {
 fn panic_on_any_rank_at_any_stage_ends_the_run() {
     everywhere("panic", |fault, failure, stderr| {
         let error = failure["error"].as_str().unwrap();
-        assert!(error.starts_with("panicked at src/"), "it tells the place: {error}");
+        assert!(error.starts_with("panicked at crates/engine/src/"), "it tells the place: {error}");
         assert!(error.ends_with(&format!("injected by --inject-fault {fault}")), "{error}");
         assert!(!stderr.contains("did not come back"), "{stderr}");
         assert!(!stderr.contains("thread '"), "the panic is told once: {stderr}");

@@ -18,7 +18,7 @@ fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str) + Sync) {
 #[test]
 fn error_or_panic_at_any_stage_names_its_rank() {
     for (kind, start) in
-        [("error", "injected by --inject-fault error"), ("panic", "panicked at src/")]
+        [("error", "injected by --inject-fault error"), ("panic", "panicked at crates/engine/src/")]
     {
         everywhere(kind, |what, failure, stderr| {
             assert!(failure["error"].as_str().unwrap().starts_with(start), "{what}");

@@ -42,7 +42,9 @@ impl Dataset for Pairs {
 #[test]
 fn book_shows_the_signature_of_more_inputs() {
     let signature = "fn more_inputs(&self, indices: &[usize]) -> anyhow::Result<Vec<Tensor>> {";
-    for file in ["docs/src/your-own-model.md", "src/data/dataset.rs", "tests/own_model.rs"] {
+    for file in
+        ["docs/src/your-own-model.md", "crates/engine/src/data/dataset.rs", "tests/own_model.rs"]
+    {
         assert!(std::fs::read_to_string(repository(file)).unwrap().contains(signature), "{file}");
     }
 }

@@ -190,13 +190,13 @@ fn report_shows_diverged_replicas() {
 fn report_in_assets_is_current() {
     let page = fs::read_to_string(repository("assets/report.html")).unwrap();
     for part in [
-        include_str!("../src/views/report/page.css"),
-        include_str!("../src/views/report/helpers.js"),
-        include_str!("../src/views/report/verdict.js"),
-        include_str!("../src/views/report/curves.js"),
-        include_str!("../src/views/report/timeline.js"),
-        include_str!("../src/views/report/samples.js"),
-        include_str!("../src/views/report/page.js"),
+        include_str!("../crates/views/src/report/page.css"),
+        include_str!("../crates/views/src/report/helpers.js"),
+        include_str!("../crates/views/src/report/verdict.js"),
+        include_str!("../crates/views/src/report/curves.js"),
+        include_str!("../crates/views/src/report/timeline.js"),
+        include_str!("../crates/views/src/report/samples.js"),
+        include_str!("../crates/views/src/report/page.js"),
     ] {
         assert!(page.contains(part.trim()), "make it anew: make page");
     }

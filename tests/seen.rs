@@ -155,7 +155,10 @@ fn sigusr2_prints_the_status_of_every_rank() {
         assert_eq!(table.len(), 2);
         for (rank, line) in table.iter().enumerate() {
             let seen = line.strip_prefix(&format!("  rank {rank} last seen ")).unwrap();
-            assert!(seen.contains(" at src/") && line.ends_with(" s ago"), "{table:?}");
+            assert!(
+                seen.contains(" at crates/engine/src/") && line.ends_with(" s ago"),
+                "{table:?}"
+            );
         }
         child.kill().unwrap();
         child.wait().unwrap();
@@ -189,9 +192,9 @@ fn each_mistake_is_reported_with_rank_step_and_cause() {
         (
             "wrong-shape",
             &[
-                "rank 1 called all_reduce(sum) of float32 [7] at src/trainer/callbacks/fault_injection.rs:",
+                "rank 1 called all_reduce(sum) of float32 [7] at crates/engine/src/trainer/callbacks/fault_injection.rs:",
                 "ranks 0, 2 called all_reduce(sum of 0.3333333333333333 * each) of float32 ",
-                "] at src/trainer/mod.rs:",
+                "] at crates/engine/src/trainer/mod.rs:",
             ],
         ),
     ];
@@ -215,7 +218,7 @@ fn each_mistake_is_reported_with_rank_step_and_cause() {
 #[test]
 fn killed_process_is_named_with_the_step_of_the_waiting_ranks() {
     let kill = "--inject-fault=kill:rank=1,at=step,step=5";
-    let place = " (bucket 0) of backward #5 at src/trainer/mod.rs:";
+    let place = " (bucket 0) of backward #5 at crates/engine/src/trainer/mod.rs:";
     // The process that has started them sees how it has ended.
     let args = ["--nproc-per-node=3", "--spawn=processes", "--log-format=json"];
     let event = last_event(&run_to(1, &[&[kill], &args[..]].concat()).0);
@@ -245,12 +248,12 @@ fn stall_warning_covers_ranks_of_other_processes() {
     let stall =
         ["--inject-fault=stall:rank=2,at=step,step=3", "--stall-warning=2s", "--timeout=12s"];
     let told = failures(&[&stall[..], &["--grace-period=1s"]].concat(), &[2, 2], |_| {});
-    let seen = "last seen in step #3 at src/trainer/mod.rs:";
+    let seen = "last seen in step #3 at crates/engine/src/trainer/mod.rs:";
     for (here, (code, stderr)) in [[0, 1], [2, 3]].iter().zip(&told) {
         assert_eq!(*code, Some(1), "{stderr}");
         let mut lines = stderr.lines().skip_while(|it| !it.contains(" has not ended for "));
         assert!(
-            lines.next().unwrap().contains(" (bucket 0) at src/trainer/mod.rs:"),
+            lines.next().unwrap().contains(" (bucket 0) at crates/engine/src/trainer/mod.rs:"),
             "{here:?}: {stderr}"
         );
         let arrived = lines.next().unwrap();
@@ -261,7 +264,9 @@ fn stall_warning_covers_ranks_of_other_processes() {
         assert!(missing.contains(&format!(" (bucket 0); {seen}")), "{stderr}");
     }
     // Again in the end, by the first that has waited in vain: all four.
-    let is_told = |text: &str| text.matches(" of backward #3 at src/trainer/mod.rs:").count() == 3;
+    let is_told = |text: &str| {
+        text.matches(" of backward #3 at crates/engine/src/trainer/mod.rs:").count() == 3
+    };
     let (_, stderr) = told.iter().find(|(_, stderr)| is_told(stderr)).unwrap();
     let table: Vec<&str> =
         stderr.lines().filter(|it| it.contains(" last seen in ") && it.ends_with(" ago")).collect();
@@ -271,7 +276,9 @@ fn stall_warning_covers_ranks_of_other_processes() {
     assert!(of_rank(2).unwrap().contains(seen), "{stderr}");
     for rank in [0, 1, 3] {
         assert!(
-            of_rank(rank).unwrap().contains(" (bucket 0) of backward #3 at src/trainer/mod.rs:"),
+            of_rank(rank)
+                .unwrap()
+                .contains(" (bucket 0) of backward #3 at crates/engine/src/trainer/mod.rs:"),
             "{stderr}"
         );
     }

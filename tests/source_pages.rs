@@ -3,14 +3,14 @@
 use std::fs;
 
 use crate::harness::repository;
-use crate::tidy::{before_tests, rooms};
+use crate::tidy::{before_tests, rooms, source};
 
 /// The page with the path.
 const PATH: &str = "docs/src/reading-the-source.md";
 
 /// Returns the number of a file's lines before its unit tests.
 fn num_lines(file: &str) -> usize {
-    let path = repository("src").join(file);
+    let path = source(file).unwrap_or_else(|| panic!("{PATH}: no {file}"));
     let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{PATH}: {file}: {error}"));
     before_tests(&text).lines().count()
 }
@@ -37,8 +37,8 @@ fn path_through_the_source_is_true() {
     let text: Vec<&str> = page.lines().filter(|line| !line.starts_with("| `")).collect();
     for word in text.join("\n").split('`').skip(1).step_by(2) {
         let is_path = word.contains('/') && !word.contains([' ', '<', ':']);
-        let path = repository("src").join(word);
-        assert!(!is_path || word.starts_with("src") || path.exists(), "{PATH}: no {word}");
+        let is_known = word.starts_with("crates") || source(word).is_some();
+        assert!(!is_path || is_known, "{PATH}: no {word}");
     }
 }
 
@@ -50,8 +50,8 @@ fn drawings_name_files_that_exist() {
         words.filter(|word| word.ends_with(".rs") && word.contains('/')).collect();
     assert!(files.len() >= 10, "{files:?}");
     for file in files {
-        let places = ["", "src/", "src/process_group/"];
-        let is_there = places.iter().any(|place| repository(place).join(file).exists());
+        let in_group = || source(&format!("process_group/{file}"));
+        let is_there = repository(file).exists() || source(file).or_else(in_group).is_some();
         assert!(is_there, "ARCHITECTURE.md: no {file}");
     }
 }

@@ -63,7 +63,7 @@ fn public_methods(code: &str, module: &str) -> Vec<String> {
 #[test]
 fn every_public_method_has_a_check() {
     let mut methods = BTreeSet::new();
-    for entry in fs::read_dir(repository("src/process_group")).unwrap() {
+    for entry in fs::read_dir(repository("crates/engine/src/process_group")).unwrap() {
         let file = entry.unwrap().path();
         if file.extension().is_some_and(|extension| extension == "rs") {
             let code = fs::read_to_string(&file).unwrap();

@@ -52,7 +52,7 @@ impl Case {
         }
         let cause = match self.kind {
             "error" => "injected by --inject-fault error",
-            "panic" => "panicked at src/",
+            "panic" => "panicked at crates/engine/src/",
             "stall" => " waited 10s in ",
             _ => "SIGKILL",
         };

@@ -8,12 +8,12 @@
 // element.rs takes `Kind` from tch.
 extern crate self as tch;
 
-#[path = "../../../src/error/mod.rs"]
+#[path = "../../../crates/engine/src/error/mod.rs"]
 mod error;
-#[path = "../../../src/operation.rs"]
+#[path = "../../../crates/engine/src/operation.rs"]
 mod operation;
 mod process_group;
-#[path = "../../../src/runtime/mod.rs"]
+#[path = "../../../crates/engine/src/runtime/mod.rs"]
 mod runtime;
 
 #[cfg(loom)]

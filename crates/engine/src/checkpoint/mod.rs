@@ -15,6 +15,7 @@
 //! [`Trainer::checkpoints`](crate::trainer::Trainer::checkpoints) saves checkpoints. In a loop of your own:
 //!
 //! ```
+//! # use ddp_mp_engine as ddp_mp;
 //! # fn main() -> anyhow::Result<()> {
 //! use ddp_mp::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TrainerState, Writer};
 //! use ddp_mp::models::ModelConfig;

@@ -26,6 +26,7 @@ pub enum Targets {
 /// Follows `torch.utils.data.Dataset` (map-style). All ranks, and all workers of their loaders, share one data set.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// use ddp_mp::Dataset;
 /// use tch::Tensor;
 ///

@@ -178,7 +178,7 @@ impl DataLoader {
 
     /// Returns the number of samples that all ranks together have in the next `batches` batches, after the first
     /// `start` samples. `None` if the loader is not [in step](Self::in_step).
-    pub(crate) fn dealt_in(&self, start: usize, batches: usize) -> Option<usize> {
+    pub fn dealt_in(&self, start: usize, batches: usize) -> Option<usize> {
         let left = self.sampler.dealt_from(start);
         let full = batches.saturating_mul(self.batch_size * self.sampler.num_replicas());
         self.in_step.then_some(left.min(full))
@@ -246,7 +246,7 @@ impl DataLoader {
 
     /// Returns the samples of `count` batches, from batch `first` on, by their numbers in the data. Batches are counted
     /// after the first `start` samples that all ranks together have had in `epoch`.
-    pub(crate) fn samples(
+    pub fn samples(
         &self,
         epoch: u64,
         start: usize,

@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 /// every method that returns an order takes the epoch.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// # fn main() -> ddp_mp::Result<()> {
 /// use ddp_mp::DistributedSampler;
 ///

@@ -40,6 +40,7 @@ pub trait CommHook {
 /// Returns a communication hook that calls a function.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// # fn main() -> anyhow::Result<()> {
 /// use ddp_mp::ddp::hook_fn;
 /// use ddp_mp::{ProcessGroup, ReduceOp};

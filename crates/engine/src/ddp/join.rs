@@ -21,6 +21,7 @@ impl<M> DistributedDataParallel<M> {
     /// The error of `train`; the errors of the collectives; [`Error::Input`] with `throw_on_early_termination`.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::ddp::JoinOptions;
     /// use ddp_mp::{

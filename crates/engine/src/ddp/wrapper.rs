@@ -31,6 +31,7 @@ use crate::records::Parameter;
 /// A model that all ranks train together. Each rank has a replica, and gradients are averaged.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// # fn main() -> anyhow::Result<()> {
 /// use ddp_mp::prelude::*;
 /// use tch::nn::{self, VarStore};
@@ -71,6 +72,7 @@ use crate::records::Parameter;
 /// rank's number of samples, `R` the number of ranks, and `N` the number of all ranks' samples.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// # fn main() -> anyhow::Result<()> {
 /// use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, spawn};
 /// use tch::{Kind, Tensor, nn};

@@ -11,6 +11,7 @@ use crate::os::terminal::write_to_stderr;
 /// The ranks of a process share its observers, and call them from their threads.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// use std::sync::{Arc, Mutex};
 ///
 /// use ddp_mp::events::{Event, Observer};

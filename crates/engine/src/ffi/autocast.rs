@@ -34,6 +34,7 @@ unsafe extern "C" {
 /// rounding would depend on the timing of other ranks.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// use ddp_mp::ffi::Autocast;
 /// use tch::{Device, Kind, Tensor};
 ///

@@ -40,6 +40,7 @@ impl Default for GenerateOptions {
 /// Follows `GPT.generate` of nanoGPT after `torch.manual_seed(seed)`: the same logits give the same tokens.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// use ddp_mp::models::{Generate, GenerateOptions, ModelConfig, ModelKind};
 /// use tch::Device;
 ///

@@ -103,6 +103,7 @@ struct Architecture {
 /// Every [`ModuleT`] of tch is one, for batches of one tensor of inputs. A model of several inputs implements it itself:
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// use ddp_mp::models::Forward;
 /// use tch::nn::{Linear, Module};
 /// use tch::{Kind, Tensor};

@@ -23,6 +23,7 @@ use crate::process_group::functional::all_reduce;
 /// because a [`ModuleT`] must be: using or dropping it on another thread panics.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// # fn main() -> anyhow::Result<()> {
 /// use ddp_mp::{Backend, SyncBatchNorm, spawn};
 /// use tch::nn::{ModuleT, VarStore};

@@ -61,6 +61,7 @@ pub struct GradScalerState {
 /// that is infinite or NaN on one rank is so in the average, in any dtype it was sent in.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// # fn main() -> anyhow::Result<()> {
 /// use ddp_mp::models::ModelConfig;
 /// use ddp_mp::optim::{GradScaler, GradScalerOptions};

@@ -31,6 +31,7 @@ impl ProcessGroup {
     /// `nccl`, this call returns them.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, ReduceOp, spawn};
     /// use tch::Tensor;

@@ -44,6 +44,7 @@ use crate::operation::Operation;
 /// In the Rust example, a thread takes the place of the Python rank:
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// # fn main() -> anyhow::Result<()> {
 /// use std::thread;
 /// use std::time::Duration;

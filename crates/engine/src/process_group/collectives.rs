@@ -35,6 +35,7 @@ impl ProcessGroup {
     /// errors. After an error the content of `tensor` is unspecified.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, ReduceOp, spawn};
     /// use tch::Tensor;
@@ -65,6 +66,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if there is no rank `dst`.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, ReduceOp, spawn};
     /// use tch::Tensor;
@@ -96,6 +98,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if there is no rank `src`.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     /// use tch::Tensor;
@@ -128,6 +131,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if the list does not fit.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     /// use tch::Tensor;
@@ -162,6 +166,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if `output_tensor` has another size.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     /// use tch::Tensor;
@@ -202,6 +207,7 @@ impl ProcessGroup {
     /// `dst`, or is passed on another rank.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     /// use tch::Tensor;
@@ -243,6 +249,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::gather`].
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     /// use tch::Tensor;
@@ -280,6 +287,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if the list does not fit.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, ReduceOp, spawn};
     /// use tch::Tensor;
@@ -318,6 +326,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if `input` has another size.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, ReduceOp, spawn};
     /// use tch::Tensor;
@@ -358,6 +367,7 @@ impl ProcessGroup {
     /// rank.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     /// use tch::Tensor;
@@ -397,6 +407,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::all_reduce`]; [`Error::Input`] if the splits don't add up.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     /// use tch::Tensor;

@@ -28,6 +28,7 @@ use crate::ffi::{TorchResult, linear};
 /// The errors of [`ProcessGroup::all_reduce`] and of the [module](self).
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// # fn main() -> anyhow::Result<()> {
 /// use ddp_mp::process_group::functional::all_reduce;
 /// use ddp_mp::{Backend, ffi, spawn};
@@ -65,6 +66,7 @@ pub fn all_reduce(tensor: &Tensor, group: &Rc<ProcessGroup>) -> Result<Tensor> {
 /// The errors of [`ProcessGroup::all_gather`] and of the [module](self).
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// # fn main() -> anyhow::Result<()> {
 /// use ddp_mp::process_group::functional::all_gather;
 /// use ddp_mp::{Backend, ffi, spawn};

@@ -21,6 +21,7 @@ impl ProcessGroup {
     /// [`ProcessGroup::all_reduce`].
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, ReduceOp, spawn};
     /// use tch::Tensor;
@@ -95,6 +96,7 @@ impl ProcessGroup {
     /// [`ProcessGroup::all_reduce`].
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     ///
@@ -129,6 +131,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::new_group`]; [`Error::Input`] if a rank is in two lists.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     ///

@@ -84,6 +84,7 @@ use crate::runtime::{Activity, RunContext, StopRequest};
 /// [`Work`]:
 ///
 /// ```compile_fail
+/// # use ddp_mp_engine as ddp_mp;
 /// fn goes_elsewhere(_: impl Send) {}
 /// fn try_it(group: ddp_mp::ProcessGroup) {
 ///     goes_elsewhere(group); // only the rank's own thread is woken when another rank fails

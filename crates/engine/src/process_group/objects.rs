@@ -22,6 +22,7 @@ impl ProcessGroup {
     /// of the type that this rank expects.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     ///
@@ -61,6 +62,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::broadcast_object_list`].
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     ///
@@ -91,6 +93,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::broadcast_object_list`].
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     ///
@@ -130,6 +133,7 @@ impl ProcessGroup {
     /// object for each rank, is missing on `src`, or is passed on another rank.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     ///
@@ -179,6 +183,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::send`] and [`ProcessGroup::broadcast_object_list`].
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     ///

@@ -35,6 +35,7 @@ impl ProcessGroup {
     /// the other rank does not take part, and the backend's own errors.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     /// use tch::Tensor;
@@ -84,6 +85,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::send`]; [`Work::wait`] returns those that depend on the other rank.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, spawn};
     /// use tch::Tensor;
@@ -128,6 +130,7 @@ impl ProcessGroup {
     /// The errors of [`ProcessGroup::isend`]. If one message is wrong in itself, none is started.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use ddp_mp::{Backend, P2POp, spawn};
     /// use tch::Tensor;

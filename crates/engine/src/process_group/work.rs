@@ -95,6 +95,7 @@ impl Work {
     /// The errors of [`Work::wait`]. The operation is over then, and another wait returns [`Error::Cancelled`].
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # fn main() -> anyhow::Result<()> {
     /// use std::time::Duration;
     ///

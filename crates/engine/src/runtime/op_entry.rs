@@ -80,6 +80,21 @@ impl fmt::Display for OpEntry {
 }
 
 impl OpEntry {
+    /// Returns the entry of an operation of which no more is known than that it began at `started_at`.
+    pub fn new(at: OpId, started_at: Duration) -> Self {
+        Self {
+            at,
+            group: None,
+            bucket: None,
+            amount: 0,
+            source_line: SourceLine::Unknown,
+            on_comm_thread: false,
+            started_at,
+            finished_at: None,
+            on_gpu: None,
+        }
+    }
+
     /// Returns whether the operation runs, or failed.
     pub fn is_open(&self) -> bool {
         self.finished_at.is_none()
@@ -180,23 +195,6 @@ mod tests {
     use super::*;
     use crate::runtime::OpStart;
     use crate::runtime::flight_recorder::ENTRIES;
-
-    impl OpEntry {
-        /// Returns the entry of an operation of which no more is known than that it began at `started_at`.
-        pub(crate) fn new(at: OpId, started_at: Duration) -> Self {
-            Self {
-                at,
-                group: None,
-                bucket: None,
-                amount: 0,
-                source_line: SourceLine::Unknown,
-                on_comm_thread: false,
-                started_at,
-                finished_at: None,
-                on_gpu: None,
-            }
-        }
-    }
 
     #[test]
     fn recent_ops_hold_open_ops_and_the_newest_of_each_group() {

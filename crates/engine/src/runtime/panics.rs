@@ -8,7 +8,7 @@ use std::sync::Once;
 use crate::error::{Error, Result};
 
 /// The name of [`in_closure`] in a stack trace.
-const IN_CLOSURE: &str = "ddp_mp::runtime::panics::in_closure";
+const IN_CLOSURE: &str = concat!(module_path!(), "::in_closure");
 
 thread_local! {
     /// The message and source location of this thread's last panic.
@@ -61,12 +61,21 @@ fn is_foreign_file(file: &str) -> bool {
         || folders.iter().any(|folder| file.contains(folder))
 }
 
-/// Returns whether the program's author did not write `function`: it belongs to the standard library, to tch, to this crate
+/// Returns whether the program's author did not write `function`: it belongs to the standard library, to tch, to ddp-mp
 /// or to C code.
 fn is_foreign_function(function: &str) -> bool {
-    let crates = ["core::", "std::", "alloc::", "tch::", "ddp_mp::", "__rustc"];
+    let crates = [
+        "core::",
+        "std::",
+        "alloc::",
+        "tch::",
+        "ddp_mp::",
+        "ddp_mp_engine::",
+        "ddp_mp_views::",
+        "__rustc",
+    ];
     let of_method = function.trim_start_matches('<');
-    let of_all_types = ["<T as tch::", "<M as ddp_mp::"];
+    let of_all_types = ["<T as tch::", "<M as ddp_mp_engine::"];
     !function.contains("::")
         || crates.iter().any(|name| of_method.starts_with(name))
         || of_all_types.iter().any(|prefix| function.starts_with(prefix))
@@ -178,7 +187,7 @@ mod tests {
             "core::ops::function::FnOnce::call_once",
             "<alloc::boxed::Box<F> as core::ops::function::FnOnce<A>>::call_once",
             "tch::wrappers::tensor::Tensor::matmul",
-            "<M as ddp_mp::models::Forward>::forward_inputs",
+            "<M as ddp_mp_engine::models::Forward>::forward_inputs",
             "ddp_mp::app::App<A>::loss::{{closure}}",
         ] {
             assert!(is_foreign_function(function), "{function}");

@@ -113,6 +113,7 @@ impl<M: Forward> Trainer<M> {
     /// criterion still validates.
     ///
     /// ```
+    /// # use ddp_mp_engine as ddp_mp;
     /// # use ddp_mp::prelude::*;
     /// # fn with_penalty(trainer: Trainer<Model>) -> Trainer<Model> {
     /// trainer.step(|context, batch| {

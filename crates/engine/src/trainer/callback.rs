@@ -12,6 +12,7 @@ use crate::checkpoint::Checkpoint;
 /// alike. An error ends the run, and names this rank.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// use std::sync::Arc;
 ///
 /// use ddp_mp::prelude::*;

@@ -14,6 +14,7 @@ use crate::runtime::panics;
 /// has.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// use ddp_mp::prelude::*;
 ///
 /// // The error, and a penalty that is trained on with it.

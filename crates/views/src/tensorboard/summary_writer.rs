@@ -15,7 +15,7 @@ use engine::files::{Appender, Place};
 /// # fn main() -> std::io::Result<()> {
 /// # let folder = tempfile::tempdir()?;
 /// # let folder = folder.path();
-/// use ddp_mp::views::SummaryWriter;
+/// use ddp_mp_views::SummaryWriter;
 ///
 /// let mut writer = SummaryWriter::create(folder)?; // tensorboard --logdir FOLDER
 /// for step in 0..10 {

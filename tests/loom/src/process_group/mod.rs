@@ -2,7 +2,7 @@
 
 pub(crate) mod local;
 
-/// Follows `src/process_group/reduce_op.rs`, which needs libtorch.
+/// Follows `crates/engine/src/process_group/reduce_op.rs`, which needs libtorch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum ReduceOp {
     Sum,

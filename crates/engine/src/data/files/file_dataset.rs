@@ -20,6 +20,7 @@ use crate::ffi::TorchResult;
 /// handler, installed when the first file is mapped, does this.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// use ddp_mp::{Dataset, DatasetSpec, FileDataset, TargetKind, Targets};
 ///
 /// let digits = FileDataset::open(&DatasetSpec::DIGITS, TargetKind::Classes)?;

@@ -20,6 +20,7 @@ use crate::records::DataFile;
 /// The source of the samples: `--dataset`.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// use ddp_mp::DatasetSpec;
 ///
 /// let spec: DatasetSpec = "npy:x.npy,y.npy".parse()?;

@@ -24,6 +24,7 @@ use crate::runtime::{Fault, MAX_WAIT, StopRequest};
 /// Runs `f` on `world_size` CPU ranks and returns their results in rank order: [`Spawn`] with its defaults.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// # fn main() -> anyhow::Result<()> {
 /// let squares = ddp_mp::spawn(4, |rank| Ok(rank.rank() * rank.rank()))?;
 /// assert_eq!(squares, [0, 1, 4, 9]);
@@ -50,6 +51,7 @@ where
 /// launcher asks for. [`Spawn::run`] starts them and returns when all have ended.
 ///
 /// ```
+/// # use ddp_mp_engine as ddp_mp;
 /// # fn main() -> anyhow::Result<()> {
 /// use std::time::Duration;
 ///
@@ -143,6 +145,7 @@ impl Spawn {
     /// fails, torchrun shows the reason. Use [`Rank::backend`] for the process group:
     ///
     /// ```no_run
+    /// # use ddp_mp_engine as ddp_mp;
     /// use ddp_mp::prelude::*;
     ///
     /// fn main() -> anyhow::Result<()> {

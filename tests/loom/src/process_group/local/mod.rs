@@ -1,10 +1,10 @@
 //! The exchange of the ranks' calls, and the reduction of their tensors.
 
-#[path = "../../../../../src/process_group/local/barrier.rs"]
+#[path = "../../../../../crates/engine/src/process_group/local/barrier.rs"]
 mod barrier;
-#[path = "../../../../../src/process_group/local/element.rs"]
+#[path = "../../../../../crates/engine/src/process_group/local/element.rs"]
 mod element;
-#[path = "../../../../../src/process_group/local/exchange.rs"]
+#[path = "../../../../../crates/engine/src/process_group/local/exchange.rs"]
 mod exchange;
 
 pub(crate) use barrier::Barrier;
