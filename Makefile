@@ -118,11 +118,10 @@ check: cargo libtorch ## formatting, lints and documentation, warnings being err
 	cargo fmt --check
 	cargo clippy --release --all-targets -- -D warnings
 	cargo clippy --release --test gpus -- -D warnings
-	cargo clippy --release --package ddp-mp --no-default-features --lib -- -D warnings
 	cargo fmt --check --manifest-path tests/loom/Cargo.toml
 	cargo clippy --release $(LOOM) --all-targets -- -D warnings
 	cargo clippy --release $(LOOM) --all-targets --features loom -- -D warnings
-	LIBTORCH=/nowhere RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps --package ddp-mp --features doc-only # as docs.rs does
+	LIBTORCH=/nowhere RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps --package ddp-mp-engine --package ddp-mp-views --package ddp-mp --features ddp-mp/doc-only # as docs.rs does
 	python3 -B -m unittest discover --start-directory benches
 	python3 -B -m unittest discover --start-directory tests/gpu_pack
 

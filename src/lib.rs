@@ -98,7 +98,8 @@
 //! # Reading order
 //!
 //! To learn how data parallelism works, follow one run from the top to the bottom. A module uses the modules below it
-//! in this table, and none above it. `tests/tidy.rs` reads the table and checks it.
+//! in this table, and none above it. `tests/tidy.rs` reads the table and checks it. `views` is a crate of its own, and so
+//! is the engine: `launch` and all below.
 //!
 //! | module | what happens there |
 //! |---|---|

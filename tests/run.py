@@ -13,13 +13,17 @@ import subprocess
 import sys
 import threading
 
-# Unit tests compile in a third of the time without optimization.
-UNIT_TESTS = ["--lib", "--config=profile.release.package.ddp-mp.opt-level=0"]
+CRATES = ["ddp-mp-engine", "ddp-mp-views", "ddp-mp"]
 INTEGRATION_TESTS = ["--package=ddp-mp-tests", "--test=tests"]
 # Most tests wait, for a time-out or for a process.
 THREADS = 4 * len(os.sched_getaffinity(0))
 # Longer tests have a line that begins with this, and says why.
 LONG_SECONDS, REASON = 5, "/// Long: "
+
+
+def unit_tests_of(crate):
+    """Returns cargo's targets for the unit tests of a crate. They compile in a third of the time without optimization."""
+    return [f"--package={crate}", "--lib", f"--config=profile.release.package.{crate}.opt-level=0"]
 
 
 def build(targets):
@@ -82,11 +86,12 @@ def main():
     environment = dict(os.environ, RES_OPTIONS="timeout:1 attempts:1")
     if arguments.all:
         environment["DDP_MP_TESTS"] = "all"
-    # The integration tests run while the unit tests are compiled.
+    # The integration tests run while the unit tests are compiled, a crate after the other.
     integration = Tests(INTEGRATION_TESTS, arguments.filters, environment)
     # Frames are larger without optimization.
-    unit = Tests(UNIT_TESTS, [], dict(environment, RUST_MIN_STACK=str(16 << 20)))
-    passed = [unit.end(), integration.end()]
+    large_stack = dict(environment, RUST_MIN_STACK=str(16 << 20))
+    units = [Tests(unit_tests_of(crate), [], large_stack) for crate in CRATES]
+    passed = [tests.end() for tests in [*units, integration]]
     if arguments.all and not arguments.filters:
         print("The tests of processes once more, over TCP:", flush=True)
         over_tcp = dict(environment, DDP_MP_TESTS_TCP="1")
@@ -94,7 +99,7 @@ def main():
         passed.append(Tests(INTEGRATION_TESTS, of_processes, over_tcp).end())
     if not arguments.filters:
         passed.append(subprocess.run(["cargo", "test", "--release", "--doc"], check=False).returncode == 0)
-    seconds = {**unit.seconds, **integration.seconds}
+    seconds = {test: time for tests in [*units, integration] for test, time in tests.seconds.items()}
     print("The ten slowest tests:")
     for test in sorted(seconds, key=seconds.get, reverse=True)[:10]:
         # With all their cases many tests take longer.

@@ -95,6 +95,20 @@ fn modules_use_only_modules_below_them() {
     assert_eq!(seen, order.into_iter().collect(), "the table of lib.rs names these modules");
 }
 
+/// Who trains with a loop of their own builds neither a command line nor a screen.
+#[test]
+fn engine_needs_no_command_line_and_no_terminal() {
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args(["tree", "--locked", "--package=ddp-mp-engine", "--edges=normal", "--prefix=none"]);
+    let output = cargo.current_dir(repository("")).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let packages = String::from_utf8(output.stdout).unwrap();
+    assert!(packages.contains("tch v"), "{packages}");
+    for foreign in ["clap v", "ratatui v", "crossterm v", "indicatif v", "prost v", "ddp-mp-views v"] {
+        assert!(!packages.contains(foreign), "the engine needs {foreign}");
+    }
+}
+
 /// The engine tells events, and knows nobody who looks at them. It may not name a view in a comment either.
 #[test]
 fn engine_names_no_view() {

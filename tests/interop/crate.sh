@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# crate.sh PROGRAM TARGET  packs the crate, and tries what is in it from the projects that PROGRAM writes
+# crate.sh PROGRAM TARGET  packs the crates, and tries what is in them from the projects that PROGRAM writes
 #
-# The projects and the crate are built in the target folder TARGET, whose dependencies are those of the clone. So only
-# this crate is built again, once.
+# The projects and the crates are built in the target folder TARGET, whose dependencies are those of the clone. So only
+# these crates are built again, once.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 program=$(realpath "$1")
@@ -11,22 +11,30 @@ export CARGO_TARGET_DIR=$2
 clone=$PWD
 die() { echo "crate: $*" >&2; exit 1; }
 
-cargo package --package ddp-mp --no-verify --allow-dirty --locked
-packed=$(ls -t "$CARGO_TARGET_DIR"/package/ddp-mp-*.crate | head -1)
-bytes=$(stat -c %s "$packed")
-[ "$bytes" -lt 10000000 ] || die "$packed has $bytes bytes; crates.io takes 10 MB: exclude more in Cargo.toml"
-echo "crate: $packed has $bytes bytes"
-
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-tar -xzf "$packed" -C "$folder"
-crate=$folder/$(basename "$packed" .crate)
+rm -f "$CARGO_TARGET_DIR"/package/ddp-mp*.crate
+# In the order in which they would be published: a crate finds the others in the clone until they are.
+cargo package --package ddp-mp-engine --package ddp-mp-views --package ddp-mp --no-verify --allow-dirty --locked
+for packed in "$CARGO_TARGET_DIR"/package/ddp-mp*.crate; do
+    bytes=$(stat -c %s "$packed")
+    [ "$bytes" -lt 10000000 ] || die "$packed has $bytes bytes; crates.io takes 10 MB: exclude more in Cargo.toml"
+    echo "crate: $packed has $bytes bytes"
+    tar -xzf "$packed" -C "$folder"
+done
+version=$(cargo pkgid --package ddp-mp | sed 's/.*[#@]//')
+crate=$folder/ddp-mp-$version
 
 # new_project NAME [FLAG...]  writes a project, and builds and tests it; the crate is built for the first one
 new_project() {
     local name=$1
     "$program" new "$folder/$name" --path "$crate" "${@:2}"
     cp "$crate/Cargo.lock" "$folder/$name"
+    # Not published yet: the packed ones.
+    printf '\n[patch.crates-io]\n' >>"$folder/$name/Cargo.toml"
+    for other in engine views; do
+        printf 'ddp-mp-%s = { path = "%s" }\n' "$other" "$folder/ddp-mp-$other-$version" >>"$folder/$name/Cargo.toml"
+    done
     cd "$folder/$name"
     cargo fmt --check
     cargo build --release --offline

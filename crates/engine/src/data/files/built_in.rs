@@ -1,4 +1,4 @@
-//! Data without a file: the handwritten digits that are built into the program (see assets/README.md), and random numbers.
+//! Data without a file: the handwritten digits that are built into the program (see README.md), and random numbers.
 
 use flate2::read::GzDecoder;
 
