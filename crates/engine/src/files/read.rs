@@ -36,7 +36,7 @@ pub(crate) fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
 /// Returns the contents, of at most `limit` bytes, of a regular file or of a pipe such as `/dev/stdin`.
 ///
 /// # Errors
-/// The errors of [`read_regular`]; also if a pipe sends no data for [`MAX_READ_WAIT`].
+/// The errors of `read_regular`; also if a pipe sends no data for `MAX_READ_WAIT`.
 pub fn read_stream(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     let mut file = open(path)?;
     refuse_special(file.metadata()?.file_type())?;

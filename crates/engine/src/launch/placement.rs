@@ -296,7 +296,7 @@ impl Placement {
         format!("{}:{}", if is_gpu { "GPU" } else { "CPU" }, first_local + index)
     }
 
-    /// Returns the labels of all ranks; see [`label`](Self::label).
+    /// Returns the labels of all ranks; see `label`.
     pub fn labels(&self, first_local: usize) -> Vec<String> {
         (0..self.devices.len()).map(|index| self.label(index, first_local)).collect()
     }

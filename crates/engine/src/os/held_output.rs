@@ -25,7 +25,7 @@ pub struct HeldOutput {
 }
 
 impl HeldOutput {
-    /// Adds text for a stream. Leaves out the oldest beyond [`MAX_BYTES`].
+    /// Adds text for a stream. Leaves out the oldest beyond `MAX_BYTES`.
     pub fn add(&mut self, stream: Stream, text: &[u8]) {
         self.bytes += text.len();
         self.texts.push_back((stream, text.into()));

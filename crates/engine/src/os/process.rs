@@ -76,7 +76,7 @@ pub fn release_user_signals() {
 }
 
 /// Makes the kernel kill the process that `command` starts when this process ends for any reason. Also blocks the
-/// signals `held` in it until it calls [`release_signals`]. The thread that starts it must live until this process
+/// signals `held` in it until it calls `release_signals`. The thread that starts it must live until this process
 /// ends: the kernel treats the end of that thread as the end of the parent.
 pub fn tie_to_this_process(command: &mut Command, held: &'static [i32]) {
     let parent = getpid();

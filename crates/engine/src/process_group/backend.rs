@@ -45,7 +45,7 @@ pub enum Devices {
     Cpu,
     /// The CPU, or one GPU for all ranks of the process.
     CpuOrSharedGpu,
-    /// A GPU for each rank. Ranks may share one, if [`BackendType::check_shared_gpu`] says so.
+    /// A GPU for each rank. Ranks may share one, if `BackendType::check_shared_gpu` says so.
     OwnGpu,
 }
 

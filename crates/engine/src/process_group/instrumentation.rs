@@ -174,7 +174,7 @@ impl ProcessGroup {
     /// collective.
     ///
     /// # Errors
-    /// The errors of [`RunContext::poll`](crate::runtime::RunContext::poll).
+    /// The errors of `RunContext::poll`.
     pub fn wait_for_gpu(&self) -> Result<()> {
         self.run().poll(self.global_rank(), || {
             self.note_gpu();
