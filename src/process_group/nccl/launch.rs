@@ -89,8 +89,8 @@ impl NcclBackend {
         }
     }
 
-    /// Launches an all_gather. A list that is not one piece of memory is copied. All ranks must make the same NCCL calls, but
-    /// the memory layout of the tensors is each rank's own.
+    /// Launches an all_gather. A list that is not one piece of memory is copied. All ranks must make the same NCCL calls,
+    /// but the memory layout of the tensors is each rank's own.
     fn all_gather(&mut self, call: &Call, comm: ncclComm_t, stream: cudaStream_t) -> Result<()> {
         let (input, outputs) = (&call.inputs[0], call.outputs);
         let (from, size) = (input.data_ptr(), num_bytes(input.kind(), input.numel()));
