@@ -153,123 +153,153 @@ pub fn place(
     cuda: &Cuda,
     share: &NodeSlice,
 ) -> Result<Placement> {
-    let gpus = cuda.usable();
-    let on_gpus = gpus > 0 && nproc != Nproc::Cpu;
-    let why_none = || match &cuda.problem {
-        Some(problem) => problem.clone(),
-        None => "no GPU is visible".into(),
-    };
-
-    let count = match nproc {
-        Nproc::Auto | Nproc::Gpu if on_gpus => match share.count_gpus(gpus) {
-            Some(count) => count,
-            None => {
-                return Err(Error::unsupported(format!(
-                    "{gpus} GPUs are visible to each of {} processes on this machine, and cannot be divided equally; \
-                     use --nproc-per-node with the number of ranks in each process",
-                    share.count
-                )));
-            }
-        },
-        Nproc::Gpu => {
-            return Err(Error::unsupported(format!(
-                "--nproc-per-node gpu: {}; use cpu or a number for ranks on the CPU",
-                why_none()
-            )));
-        }
-        Nproc::Auto | Nproc::Cpu => share.cores,
-        Nproc::Count(count) => count,
-    };
+    let request = Request { nproc, given: choice.given(), cuda, gpus: cuda.usable(), share };
+    let count = request.count_ranks()?;
     let threads_per_rank = share.threads_per_rank.unwrap_or((share.cores / count).max(1));
+    if request.is_for_gpus() {
+        let (backend, devices, note) = request.choose_gpus(count)?;
+        return Ok(Placement { backend, devices, gpu_count: request.gpus, threads_per_rank, note });
+    }
+    let (backend, devices) = request.choose_cpu(count)?;
+    let note = (nproc != Nproc::Cpu).then(|| request.cpu_note(count, threads_per_rank));
+    Ok(Placement { backend, devices, gpu_count: 0, threads_per_rank, note })
+}
 
-    let given = choice.given();
-    if !on_gpus {
-        let devices = vec![Device::Cpu; count];
-        let default = Backend::for_threads(&devices);
-        if let Some(backend) = given.filter(|it| !it.devices().include(&devices)) {
-            let why = if gpus == 0 { why_none() } else { "ranks on the CPU were asked for".into() };
-            return Err(Error::unsupported(format!(
-                "--backend {} needs a GPU for each rank: {why}; leave --backend out",
-                backend.name()
-            )));
-        }
-        let note = (nproc != Nproc::Cpu).then(|| {
-            let (ranks, threads) = (counted(count, "rank"), counted(threads_per_rank, "thread"));
-            let why = if share.threads_per_rank.is_some() { " (OMP_NUM_THREADS)" } else { "" };
-            let slow = oversubscribed(count, share.cores).unwrap_or_default();
-            let each = if count == 1 { "" } else { " each" };
-            format!("{}: {ranks} on the CPU, {threads}{each}{why}{slow}", why_none())
-        });
-        return Ok(Placement {
-            backend: given.filter(|backend| backend.works_within_process()).unwrap_or(default),
-            devices,
-            gpu_count: 0,
-            threads_per_rank,
-            note,
-        });
+/// What the user has asked for, and what the process has for it.
+struct Request<'a> {
+    nproc: Nproc,
+    given: Option<Backend>,
+    cuda: &'a Cuda,
+    /// How many GPUs are visible and usable.
+    gpus: usize,
+    share: &'a NodeSlice,
+}
+
+impl Request<'_> {
+    /// Returns whether the ranks run on GPUs.
+    fn is_for_gpus(&self) -> bool {
+        self.gpus > 0 && self.nproc != Nproc::Cpu
     }
 
-    let own_gpus = |first| (first..first + count).map(Device::Cuda).collect::<Vec<_>>();
-    let (backend, devices, note) = if let Some(backend) =
-        given.filter(|it| it.devices() == Devices::Cpu)
-    {
-        return Err(Error::unsupported(format!(
-            "--backend {} is for ranks on the CPU; use --nproc-per-node cpu, or --backend {}",
-            backend.name(),
-            Backend::for_threads(&own_gpus(0)).name()
-        )));
-    } else if let Some(backend) = given.filter(|it| it.devices() == Devices::CpuOrSharedGpu) {
-        let (name, gpu) = (backend.name(), share.first_gpu(1, gpus).unwrap_or(0));
-        let note = (count > 1).then(|| format!("--backend {name}: {count} ranks share GPU {gpu}"));
-        (backend, vec![Device::Cuda(gpu); count], note)
-    } else if let Some(first) = share.first_gpu(count, gpus) {
-        let devices = own_gpus(first);
-        (given.unwrap_or_else(|| Backend::for_threads(&devices)), devices, None)
-    } else if let Some(backend) = given
-        && let Ok(note) = share_gpus(backend, share, count, gpus)
-    {
+    /// Decides how many ranks there are.
+    fn count_ranks(&self) -> Result<usize> {
+        let Self { share, gpus, .. } = *self;
+        match self.nproc {
+            Nproc::Auto | Nproc::Gpu if self.is_for_gpus() => {
+                share.count_gpus(gpus).ok_or_else(|| {
+                    Error::unsupported(format!(
+                        "{gpus} GPUs are visible to each of {} processes on this machine, and cannot be divided \
+                         equally; use --nproc-per-node with the number of ranks in each process",
+                        share.count
+                    ))
+                })
+            }
+            Nproc::Gpu => Err(Error::unsupported(format!(
+                "--nproc-per-node gpu: {}; use cpu or a number for ranks on the CPU",
+                self.why_no_gpu()
+            ))),
+            Nproc::Auto | Nproc::Cpu => Ok(share.cores),
+            Nproc::Count(count) => Ok(count),
+        }
+    }
+
+    /// Chooses the backend of `count` ranks on the CPU. Returns also the device of each.
+    fn choose_cpu(&self, count: usize) -> Result<(Backend, Vec<Device>)> {
+        let devices = vec![Device::Cpu; count];
+        if let Some(backend) = self.given.filter(|it| !it.devices().include(&devices)) {
+            return Err(self.needs_gpus(backend));
+        }
+        let within = self.given.filter(|backend| backend.works_within_process());
+        Ok((within.unwrap_or_else(|| Backend::for_threads(&devices)), devices))
+    }
+
+    /// Chooses the backend and the GPUs of `count` ranks. Returns also a note if they share GPUs.
+    fn choose_gpus(&self, count: usize) -> Result<(Backend, Vec<Device>, Option<String>)> {
+        let Self { given, share, gpus, .. } = *self;
+        let from = |first: usize| (first..first + count).map(Device::Cuda).collect::<Vec<_>>();
+        if let Some(backend) = given.filter(|it| it.devices() == Devices::Cpu) {
+            return Err(Error::unsupported(format!(
+                "--backend {} is for ranks on the CPU; use --nproc-per-node cpu, or --backend {}",
+                backend.name(),
+                Backend::for_threads(&from(0)).name()
+            )));
+        }
+        if let Some(backend) = given.filter(|it| it.devices() == Devices::CpuOrSharedGpu) {
+            let gpu = share.first_gpu(1, gpus).unwrap_or(0);
+            let note = (count > 1).then(|| shared_note(backend, count, &format!("GPU {gpu}")));
+            return Ok((backend, vec![Device::Cuda(gpu); count], note));
+        }
+        if let Some(first) = share.first_gpu(count, gpus) {
+            let devices = from(first);
+            return Ok((given.unwrap_or_else(|| Backend::for_threads(&devices)), devices, None));
+        }
+        // There is no GPU for each rank: the processes share all, if the backend can.
+        let Some(backend) = given else { return Err(self.too_few_gpus(count, "")) };
+        if let Err(why) = backend.check_shared_gpu(share.count > 1) {
+            return Err(self.too_few_gpus(count, &format!(", and {why}")));
+        }
         let first = share.index * count;
         let devices = (first..first + count).map(|rank| Device::Cuda(rank % gpus)).collect();
-        (backend, devices, Some(note))
-    } else if share.count > 1 {
-        let NodeSlice { index, count: processes, .. } = share;
-        let each = counted(count, "rank");
-        return Err(Error::unsupported(format!(
-            "process {index} of {processes} on this machine: {processes} processes with {each} each need {} GPUs, \
-             and {gpus} {} visible{}; start fewer processes or ranks, or check CUDA_VISIBLE_DEVICES",
-            processes * count,
-            if gpus == 1 { "is" } else { "are" },
-            why_not_shared(given, share, count, gpus)
-        )));
-    } else {
-        return Err(Error::unsupported(format!(
-            "--nproc-per-node {count}: only {gpus} {} visible{}; use at most {gpus}, check \
-             CUDA_VISIBLE_DEVICES, or let all ranks share GPU 0 with --backend threaded",
-            if gpus == 1 { "GPU is" } else { "GPUs are" },
-            why_not_shared(given, share, count, gpus)
-        )));
-    };
-    Ok(Placement { backend, devices, gpu_count: gpus, threads_per_rank, note })
+        let shared = if gpus == 1 { "GPU 0".into() } else { format!("{gpus} GPUs") };
+        Ok((backend, devices, Some(shared_note(backend, share.count * count, &shared))))
+    }
+
+    /// Returns why no rank can run on a GPU.
+    fn why_no_gpu(&self) -> String {
+        self.cuda.problem.clone().unwrap_or_else(|| "no GPU is visible".into())
+    }
+
+    /// Returns the note that the ranks run on the CPU, because there is no GPU.
+    fn cpu_note(&self, count: usize, threads: usize) -> String {
+        let (ranks, threads) = (counted(count, "rank"), counted(threads, "thread"));
+        let why = if self.share.threads_per_rank.is_some() { " (OMP_NUM_THREADS)" } else { "" };
+        let slow = oversubscribed(count, self.share.cores).unwrap_or_default();
+        let each = if count == 1 { "" } else { " each" };
+        format!("{}: {ranks} on the CPU, {threads}{each}{why}{slow}", self.why_no_gpu())
+    }
+
+    /// Returns the error that `backend` was asked for ranks on the CPU.
+    fn needs_gpus(&self, backend: Backend) -> Error {
+        let why = match self.gpus {
+            0 => self.why_no_gpu(),
+            _ => "ranks on the CPU were asked for".into(),
+        };
+        Error::unsupported(format!(
+            "--backend {} needs a GPU for each rank: {why}; leave --backend out",
+            backend.name()
+        ))
+    }
+
+    /// Returns the error that there are too few GPUs for `count` ranks in each process. `why_not_shared` says why the ranks
+    /// cannot share them, if the user has given a backend.
+    fn too_few_gpus(&self, count: usize, why_not_shared: &str) -> Error {
+        let gpus = self.gpus;
+        let NodeSlice { index, count: processes, .. } = *self.share;
+        Error::unsupported(if processes > 1 {
+            format!(
+                "process {index} of {processes} on this machine: {processes} processes with {} each need {} GPUs, \
+                 and {gpus} {} visible{why_not_shared}; start fewer processes or ranks, or check CUDA_VISIBLE_DEVICES",
+                counted(count, "rank"),
+                processes * count,
+                if gpus == 1 { "is" } else { "are" }
+            )
+        } else {
+            format!(
+                "--nproc-per-node {count}: only {gpus} {} visible{why_not_shared}; use at most {gpus}, check \
+                 CUDA_VISIBLE_DEVICES, or let all ranks share GPU 0 with --backend threaded",
+                if gpus == 1 { "GPU is" } else { "GPUs are" }
+            )
+        })
+    }
 }
 
 /// The most threads that may share a GPU with NCCL: the kernels of all of them have to be on it at once, with up to 32 blocks
 /// each.
 const NCCL_THREADS_PER_GPU: usize = 4;
 
-/// Returns the note that the processes of this machine, with `count` ranks each, share its `gpus` GPUs with `backend`.
-///
-/// # Errors
-/// The reason why they cannot.
-fn share_gpus(backend: Backend, share: &NodeSlice, count: usize, gpus: usize) -> Result<String> {
-    backend.check_shared_gpu(share.count > 1)?;
-    let shared = if gpus == 1 { "GPU 0".into() } else { format!("{gpus} GPUs") };
-    Ok(format!("--backend {}: {} ranks share {shared}", backend.name(), share.count * count))
-}
-
-/// Returns why ranks cannot share GPUs with the backend that the user has given, to follow that there are too few GPUs.
-fn why_not_shared(given: Option<Backend>, share: &NodeSlice, count: usize, gpus: usize) -> String {
-    let refused = given.and_then(|backend| share_gpus(backend, share, count, gpus).err());
-    refused.map_or(String::new(), |why| format!(", and {why}"))
+/// Returns the note that `ranks` ranks use the same GPUs, `shared`.
+fn shared_note(backend: Backend, ranks: usize, shared: &str) -> String {
+    format!("--backend {}: {ranks} ranks share {shared}", backend.name())
 }
 
 /// Returns the note that many ranks share few cores; `None` if they do not.

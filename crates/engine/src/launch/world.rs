@@ -66,13 +66,8 @@ impl ProcessWorld {
         options: Vec<(String, String)>,
     ) -> Result<Option<Self>> {
         let Some(master) = &launch.master else { return Ok(None) };
-        let Processes { index: mine, count, .. } = launch.processes;
-        if count > MOST_RANKS {
-            return Err(Error::usage(format!(
-                "{count} processes exceed the maximum of {MOST_RANKS}; check what sets this number ({})",
-                launch.reason
-            )));
-        }
+        check_count(launch)?;
+        let mine = launch.processes.index;
         let serves = mine == 0 && !master.agent_store;
         let store = open_store(launch, master, serves, timeout)?;
         let began = Instant::now();
@@ -108,10 +103,7 @@ impl ProcessWorld {
             heartbeat_monitor,
             host,
         };
-        if let (Some(why), SharedMemory::Require) = (world.not_shared(), launch.shared_memory) {
-            let error = Error::unsupported(format!(
-                "--shared-memory=require: the processes cannot share memory: {why}; or use --shared-memory=auto"
-            ));
+        if let Err(error) = world.check_shared_memory(launch.shared_memory) {
             let _ = rendezvous.end(&error); // the others find the same
             return Err(error);
         }
@@ -171,11 +163,17 @@ impl ProcessWorld {
         over_tcp.into_iter().chain(shared)
     }
 
-    /// Returns why the processes do not share memory as `--shared-memory=require` asks for; `None` if they do.
-    fn not_shared(&self) -> Option<String> {
-        match &self.host {
+    /// Checks that the processes share memory, if `--shared-memory=require` asks for it.
+    fn check_shared_memory(&self, wanted: SharedMemory) -> Result<()> {
+        let why_not = match &self.host {
             Some(Err(why)) => Some(why.clone()),
             _ => self.unshared(),
+        };
+        match (why_not, wanted) {
+            (Some(why), SharedMemory::Require) => Err(Error::unsupported(format!(
+                "--shared-memory=require: the processes cannot share memory: {why}; or use --shared-memory=auto"
+            ))),
+            _ => Ok(()),
         }
     }
 
@@ -233,6 +231,18 @@ impl ProcessWorld {
         }
         self.heartbeat_monitor.leave(self.serves.then_some(stay));
     }
+}
+
+/// Checks that a run may have as many processes as the launcher says.
+fn check_count(launch: &Launch) -> Result<()> {
+    let count = launch.processes.count;
+    if count <= MOST_RANKS {
+        return Ok(());
+    }
+    Err(Error::usage(format!(
+        "{count} processes exceed the maximum of {MOST_RANKS}; check what sets this number ({})",
+        launch.reason
+    )))
 }
 
 /// Opens the store in which the processes meet: serves it, or connects to it.

@@ -55,12 +55,10 @@ impl OptimizerState {
         besides: &[&str],
         count: impl Fn(&ParameterState) -> Result<u64>,
     ) -> Result<()> {
-        let wrong =
-            |problem: String| Err(Error::mismatch(format!("the optimizer's state {problem}")));
         let known: BTreeMap<&str, &ParameterState> =
             state.iter().map(|state| (&state.name[..], state)).collect();
         if let Some(extra) = known.keys().find(|name| self.spans().all(|(_, p)| p.name != **name)) {
-            return wrong(format!("has `{extra}`, which is not a parameter of this model"));
+            return Err(wrong(format!("has `{extra}`, which is not a parameter of this model")));
         }
         let now = self.arrangements();
         let spans = now.iter().enumerate();
@@ -68,38 +66,10 @@ impl OptimizerState {
         let mut copies = Vec::new();
         let mut steps = BTreeMap::new();
         for (buffer, span) in spans {
-            let name = &span.name;
-            let Some(state) = known.get(&name[..]) else {
-                return wrong(format!(
-                    "has nothing for parameter `{name}`; use the state of the same model"
-                ));
-            };
-            let names = || self.tensors.iter().map(|(key, _)| *key).chain(besides.iter().copied());
-            if let Some(extra) = state.tensors.keys().find(|key| names().all(|name| name != *key)) {
-                return wrong(format!(
-                    "has `{extra}` for parameter `{name}`, which this optimizer does not keep; it belongs to another optimizer, or to one with other options"
-                ));
-            }
-            if state.tensors.is_empty() {
-                continue; // not stepped yet
-            }
-            if let Some(missing) = names().find(|key| !state.tensors.contains_key(*key)) {
-                return wrong(format!(
-                    "has no `{missing}` for parameter `{name}`; it belongs to another optimizer, or \
-                     to one with other options"
-                ));
-            }
+            let Some(state) = self.stepped_state(&known, span, besides)? else { continue };
             for (index, (key, _)) in self.tensors.iter().enumerate() {
                 let from = &state.tensors[*key];
-                if from.size() != span.shape {
-                    return wrong(format!(
-                        "has a `{key}` of shape {:?} for parameter `{name}` of shape {:?}",
-                        from.size(),
-                        span.shape
-                    ));
-                }
-                let doing = "loading the optimizer's state";
-                let from = from.f_reshape([-1]).doing(doing)?;
+                let from = from.f_reshape([-1]).doing("loading the optimizer's state")?;
                 let end = span.start + span.numel();
                 for (owned, at) in now[buffer].owned(span.start..end) {
                     let (start, len) = (owned.start - span.start, owned.len());
@@ -121,4 +91,50 @@ impl OptimizerState {
         self.steps = steps;
         self.make_groups()
     }
+
+    /// Returns the state of the parameter at `span`, with tensors that this optimizer can load; `None` if the parameter has
+    /// not been stepped.
+    fn stepped_state<'a>(
+        &self,
+        known: &BTreeMap<&str, &'a ParameterState>,
+        span: &ParamSpan,
+        besides: &[&str],
+    ) -> Result<Option<&'a ParameterState>> {
+        let name = &span.name;
+        let Some(&state) = known.get(&name[..]) else {
+            return Err(wrong(format!(
+                "has nothing for parameter `{name}`; use the state of the same model"
+            )));
+        };
+        let names = || self.tensors.iter().map(|(key, _)| *key).chain(besides.iter().copied());
+        if let Some(extra) = state.tensors.keys().find(|key| names().all(|name| name != *key)) {
+            return Err(wrong(format!(
+                "has `{extra}` for parameter `{name}`, which this optimizer does not keep; it belongs to another optimizer, or to one with other options"
+            )));
+        }
+        if state.tensors.is_empty() {
+            return Ok(None);
+        }
+        if let Some(missing) = names().find(|key| !state.tensors.contains_key(*key)) {
+            return Err(wrong(format!(
+                "has no `{missing}` for parameter `{name}`; it belongs to another optimizer, or \
+                 to one with other options"
+            )));
+        }
+        for (key, _) in &self.tensors {
+            let shape = state.tensors[*key].size();
+            if shape != span.shape {
+                return Err(wrong(format!(
+                    "has a `{key}` of shape {shape:?} for parameter `{name}` of shape {:?}",
+                    span.shape
+                )));
+            }
+        }
+        Ok(Some(state))
+    }
+}
+
+/// Returns the error of a state that does not match the optimizer or the model.
+fn wrong(problem: String) -> Error {
+    Error::mismatch(format!("the optimizer's state {problem}"))
 }

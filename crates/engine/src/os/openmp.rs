@@ -74,21 +74,12 @@ pub unsafe extern "C" fn set_up_openmp(
         variables[count] = variable;
         count += 1;
     }
-    let mut left_out = None;
-    let mut kept = 0;
-    for index in 0..count {
-        let variable = variables[index];
-        // SAFETY: a C string, as the caller promises.
-        let is_it =
-            |told: &&CStr| unsafe { begins_with(variable, &told.to_bytes()[LEFT_OUT.len() + 1..]) };
-        match BIND.into_iter().find(is_it).filter(|_| !binds_nothing) {
-            Some(told) => left_out = left_out.or(Some(told)),
-            None => {
-                variables[kept] = variable;
-                kept += 1;
-            }
-        }
-    }
+    let (mut kept, left_out) = if binds_nothing {
+        (count, None)
+    } else {
+        // SAFETY: C strings, as the caller promises.
+        unsafe { leave_out_binding(&mut variables[..count]) }
+    };
     if is_chosen && left_out.is_none() {
         return;
     }
@@ -97,6 +88,37 @@ pub unsafe extern "C" fn set_up_openmp(
         kept += 1;
     }
     variables[kept] = ptr::null();
+    // SAFETY: both end with null, and the caller promises the rest.
+    unsafe { restart(argv, &variables) };
+}
+
+/// Moves the variables that bind no threads to the front. Returns how many they are, and the first of the others.
+///
+/// # Safety
+/// `variables` must be C strings.
+unsafe fn leave_out_binding(variables: &mut [*const c_char]) -> (usize, Option<&'static CStr>) {
+    let (mut kept, mut left_out) = (0, None);
+    for index in 0..variables.len() {
+        let variable = variables[index];
+        // SAFETY: a C string, as the caller promises.
+        let is_it =
+            |told: &&CStr| unsafe { begins_with(variable, &told.to_bytes()[LEFT_OUT.len() + 1..]) };
+        match BIND.into_iter().find(is_it) {
+            Some(told) => left_out = left_out.or(Some(told)),
+            None => {
+                variables[kept] = variable;
+                kept += 1;
+            }
+        }
+    }
+    (kept, left_out)
+}
+
+/// Runs this program's file in place of the program, with these arguments and variables. Returns if it fails.
+///
+/// # Safety
+/// Both must be arrays of C strings that end with null.
+unsafe fn restart(argv: *const *const c_char, variables: &[*const c_char]) {
     let mut program = [0u8; libc::PATH_MAX as usize];
     let link = c"/proc/self/exe".as_ptr();
     // SAFETY: the length leaves room for the null at the buffer's end; the arrays end with null. If the program's

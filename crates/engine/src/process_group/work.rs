@@ -137,25 +137,7 @@ impl Work {
     /// a message that `rank` of the group sent.
     fn wait_at_most(&self, limit: Option<Duration>) -> Result<Option<Option<usize>>> {
         match &self.state {
-            State::Queued(result) => {
-                let received = match limit {
-                    Some(limit) => Deadline::after(limit).recv(result),
-                    None => result.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                };
-                match received {
-                    Ok(result) => result.map(|()| Some(None)),
-                    Err(RecvTimeoutError::Timeout) => Ok(None),
-                    Err(RecvTimeoutError::Disconnected) => {
-                        self.run.check(self.rank)?;
-                        let error = Error::Internal(format!(
-                            "rank {}: the thread of its asynchronous operation ended without a result",
-                            self.rank
-                        ));
-                        self.run.report(self.rank, Some(&error), error.to_string());
-                        Err(error)
-                    }
-                }
-            }
+            State::Queued(result) => Ok(self.wait_for_result(result, limit)?.then_some(None)),
             State::Posted { posted, shared, destination, peers, network, at, stream } => {
                 let peers = Peers { ranks: peers, are_elsewhere: network.is_some(), limit };
                 let is_done = || posted.is_completed();
@@ -194,6 +176,31 @@ impl Work {
             },
             State::Failed => self.run.check(self.rank).map(|()| Some(None)),
             State::Done => Ok(Some(None)),
+        }
+    }
+
+    /// Waits for at most `limit` for the result of a communication thread. Returns whether it has come.
+    fn wait_for_result(
+        &self,
+        result: &Receiver<Result<()>>,
+        limit: Option<Duration>,
+    ) -> Result<bool> {
+        let received = match limit {
+            Some(limit) => Deadline::after(limit).recv(result),
+            None => result.recv().map_err(|_| RecvTimeoutError::Disconnected),
+        };
+        match received {
+            Ok(result) => result.map(|()| true),
+            Err(RecvTimeoutError::Timeout) => Ok(false),
+            Err(RecvTimeoutError::Disconnected) => {
+                self.run.check(self.rank)?;
+                let error = Error::Internal(format!(
+                    "rank {}: the thread of its asynchronous operation ended without a result",
+                    self.rank
+                ));
+                self.run.report(self.rank, Some(&error), error.to_string());
+                Err(error)
+            }
         }
     }
 }

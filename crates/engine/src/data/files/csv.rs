@@ -91,7 +91,7 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
             comments.push(names);
             continue;
         }
-        let Columns { names, count, target } = match &columns {
+        let known: &Columns = match &columns {
             Some(columns) => columns,
             None => {
                 let (read, is_header) = Columns::read(&line, &comments).map_err(wrong)?;
@@ -102,38 +102,26 @@ pub(super) fn parse(name: &str, text: impl Read, kind: TargetKind) -> Result<(Ar
                 found
             }
         };
-        if line.len() != *count {
-            let found = counted(line.len(), "column");
-            return Err(wrong(format!(
-                "line {number} has {found}, and the first line has {count}"
-            )));
-        }
-        for (column, field) in line.iter().enumerate() {
-            let wrong = |problem| {
-                let title = names.get(column).map_or(String::new(), |name| format!(" ({name})"));
-                let field = shown(field);
-                wrong(format!("line {number}, column {}{title}: {field} {problem}", column + 1))
-            };
-            let value = parsed(field).ok_or_else(|| wrong("is not a number"))?;
-            // A missing value may be written as nan. Training then names its sample.
-            if !(value as f32).is_finite() && field.iter().any(u8::is_ascii_digit) {
-                return Err(wrong("is not a finite number that float32 can hold"));
-            }
-            if column == *target {
-                targets.push(value);
-            } else {
-                inputs.push(value as f32);
-            }
-        }
+        known.read_sample(&line, number, &mut inputs, &mut targets).map_err(wrong)?;
     }
     if targets.is_empty() {
         return Err(wrong("it has no line with numbers".into()));
     }
+    to_arrays(name, &inputs, &targets, kind)
+}
+
+/// Returns the samples of the file `name` as arrays: a row of inputs for each of the targets.
+fn to_arrays(
+    name: &str,
+    inputs: &[f32],
+    targets: &[f64],
+    kind: TargetKind,
+) -> Result<(Array, Array)> {
     let doing = "making a tensor of a data file";
     let rows = [targets.len() as i64, -1];
     let inputs =
-        Tensor::f_from_slice(&inputs).and_then(|inputs| inputs.f_view(rows)).doing(doing)?;
-    let targets = Tensor::f_from_slice(&targets).doing(doing)?;
+        Tensor::f_from_slice(inputs).and_then(|inputs| inputs.f_view(rows)).doing(doing)?;
+    let targets = Tensor::f_from_slice(targets).doing(doing)?;
     let kind = match kind {
         TargetKind::Values => Kind::Float,
         TargetKind::Classes => count_classes(name, &targets).map(|_| Kind::Int64)?,
@@ -174,6 +162,39 @@ impl Columns {
             return Err("several columns are called target or label; rename all but one".into());
         }
         Ok((Self { names, count, target }, is_header))
+    }
+
+    /// Reads a sample from a line, which has this `number`. Appends it to `inputs` and `targets`.
+    fn read_sample(
+        &self,
+        line: &ByteRecord,
+        number: u64,
+        inputs: &mut Vec<f32>,
+        targets: &mut Vec<f64>,
+    ) -> Result<(), String> {
+        let Self { names, count, target } = self;
+        if line.len() != *count {
+            let found = counted(line.len(), "column");
+            return Err(format!("line {number} has {found}, and the first line has {count}"));
+        }
+        for (column, field) in line.iter().enumerate() {
+            let wrong = |problem: &str| {
+                let title = names.get(column).map_or(String::new(), |name| format!(" ({name})"));
+                let field = shown(field);
+                format!("line {number}, column {}{title}: {field} {problem}", column + 1)
+            };
+            let value = parsed(field).ok_or_else(|| wrong("is not a number"))?;
+            // A missing value may be written as nan. Training then names its sample.
+            if !(value as f32).is_finite() && field.iter().any(u8::is_ascii_digit) {
+                return Err(wrong("is not a finite number that float32 can hold"));
+            }
+            if column == *target {
+                targets.push(value);
+            } else {
+                inputs.push(value as f32);
+            }
+        }
+        Ok(())
     }
 }
 

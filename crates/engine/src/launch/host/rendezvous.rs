@@ -223,7 +223,8 @@ impl Own {
             .map_err(|error| error.to_string())?;
         let began = Instant::now();
         let mut links: Vec<Option<Linked>> = offers.iter().map(|_| None).collect();
-        while links[mine + 1..here.end].iter().any(Option::is_none) {
+        let after = mine + 1..here.end;
+        while links[after.clone()].iter().any(Option::is_none) {
             let accepted = self.listener.accept();
             let (socket, _) = accepted.map_err(|error| match error.kind() {
                 ErrorKind::WouldBlock => "a connection is missing".into(),
@@ -232,33 +233,12 @@ impl Own {
             if began.elapsed() >= ANSWER {
                 return Err("other programs connect to the socket too often; end them".into());
             }
-            // A program of another user, or one that has sent something else, or nothing: then the next connection is
-            // accepted. A process of the run has greeted before.
-            let Ok(peer) = shared_memory::peer(&socket) else { continue };
-            let greeted = socket.set_nonblocking(true);
-            let greeted = greeted.and_then(|()| receive(&socket, self.offer.token));
-            let Ok((process, file)) = greeted else { continue };
-            let after = mine + 1..here.end;
-            let Some(link) = links.get_mut(process).filter(|_| after.contains(&process)) else {
-                continue;
-            };
-            let region = SharedRegion::open(file).map_err(|error| error.to_string())?;
-            let answer = greeting(self.offer.token, mine);
-            self.region.send(&socket, &answer).map_err(|error| error.to_string())?;
-            *link = Some((socket, peer, region));
+            if let Some((process, linked)) = self.answer(socket, mine, &after)? {
+                links[process] = Some(linked);
+            }
         }
-        for (process, (socket, peer)) in connected {
-            let deadline = Deadline::after(ANSWER);
-            let answered = loop {
-                let answered = socket.set_read_timeout(Some(ANSWER));
-                match answered.and_then(|()| receive(&socket, offers[process].token)) {
-                    Err(error) if error.kind() == ErrorKind::WouldBlock && !deadline.is_over() => {}
-                    answered => break answered,
-                }
-            };
-            let region = answered.and_then(|(_, file)| SharedRegion::open(file));
-            let region = region.map_err(|error| error.to_string())?;
-            links[process] = Some((socket, peer, region));
+        for (process, connection) in connected {
+            links[process] = Some(await_answer(connection, offers[process].token)?);
         }
         for (link, offer) in links.iter().zip(offers) {
             if link.as_ref().is_some_and(|(.., it)| it.mark().load(Ordering::Relaxed) != offer.mark)
@@ -268,6 +248,41 @@ impl Own {
         }
         Ok(links)
     }
+
+    /// Answers a program that has connected, if it is one of the processes `after` this one. Returns its index and what
+    /// links it; `None` for a program of another user, or one that has sent something else, or nothing.
+    fn answer(
+        &self,
+        socket: UnixStream,
+        mine: usize,
+        after: &Range<usize>,
+    ) -> Finding<Option<(usize, Linked)>> {
+        let Ok(peer) = shared_memory::peer(&socket) else { return Ok(None) };
+        // A process of the run has greeted before.
+        let greeted = socket.set_nonblocking(true);
+        let greeted = greeted.and_then(|()| receive(&socket, self.offer.token)).ok();
+        let Some((process, file)) = greeted.filter(|(process, _)| after.contains(process)) else {
+            return Ok(None);
+        };
+        let region = SharedRegion::open(file).map_err(|error| error.to_string())?;
+        let answer = greeting(self.offer.token, mine);
+        self.region.send(&socket, &answer).map_err(|error| error.to_string())?;
+        Ok(Some((process, (socket, peer, region))))
+    }
+}
+
+/// Waits for the answer of a process to which this one has connected. `token` is that of its offer.
+fn await_answer((socket, peer): Connected, token: u64) -> Finding<Linked> {
+    let deadline = Deadline::after(ANSWER);
+    let answered = loop {
+        let answered = socket.set_read_timeout(Some(ANSWER));
+        match answered.and_then(|()| receive(&socket, token)) {
+            Err(error) if error.kind() == ErrorKind::WouldBlock && !deadline.is_over() => {}
+            answered => break answered,
+        }
+    };
+    let region = answered.and_then(|(_, file)| SharedRegion::open(file));
+    Ok((socket, peer, region.map_err(|error| error.to_string())?))
 }
 
 /// Returns the message of process `mine` that goes with its memory, with a token that both processes know.

@@ -188,16 +188,7 @@ impl Launcher {
         // If no variable holds the number of machines, it is known only if all processes are on one.
         let one = |name, value| (of.value == count.value).then_some(Number { name, value });
         let (nodes, node) = (nodes.or(one("machines", 1)), node.or(one("machine", 0)));
-        for (name, known) in [("RANK", Some(index)), ("--nnodes", nodes), ("--node-rank", node)] {
-            let Some(given) = variables.number(&[name])? else { continue };
-            let unknown = || {
-                Error::usage(format!("{given} cannot be checked with {}; leave it out", self.name))
-            };
-            let known = known.ok_or_else(unknown)?;
-            if given.value != known.value {
-                return Err(contradiction(format!("{given} contradicts {known}")));
-            }
-        }
+        self.check_given(variables, index, nodes, node)?;
         let nnodes = nodes.map(|nodes| nodes.value);
         let (run_id, port) = self.run_id_and_port(variables)?;
         let several = (count.value > 1).then(|| self.master(variables, nnodes == Some(1), port));
@@ -223,6 +214,27 @@ impl Launcher {
             error_file: variables.text(&["TORCHELASTIC_ERROR_FILE"]).map(|(_, file)| file.into()),
             ..Launch::local(nproc, reason)
         })
+    }
+
+    /// Checks the numbers that the user has given against those that the launcher's variables hold.
+    fn check_given(
+        &self,
+        variables: &Variables,
+        index: Number,
+        nodes: Option<Number>,
+        node: Option<Number>,
+    ) -> Result<()> {
+        for (name, known) in [("RANK", Some(index)), ("--nnodes", nodes), ("--node-rank", node)] {
+            let Some(given) = variables.number(&[name])? else { continue };
+            let unknown = || {
+                Error::usage(format!("{given} cannot be checked with {}; leave it out", self.name))
+            };
+            let known = known.ok_or_else(unknown)?;
+            if given.value != known.value {
+                return Err(contradiction(format!("{given} contradicts {known}")));
+            }
+        }
+        Ok(())
     }
 
     /// Checks that all variables are set that the launcher always sets together.

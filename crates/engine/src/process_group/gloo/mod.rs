@@ -104,6 +104,35 @@ impl GlooBackend {
             Ok(())
         })
     }
+
+    /// Adds up this process's slice of a tensor of `numel` elements, of which `sources` has the parts. Exchanges the sums
+    /// with the other processes. Returns the address of the sum of each slice.
+    fn exchange_sums(
+        &mut self,
+        call: &Call,
+        network: &Network,
+        parts: &SplitSizes,
+        sources: &[*mut u8],
+        numel: usize,
+    ) -> Result<Vec<*mut u8>> {
+        let (process_map, buffers) = (&network.map, self.packer.buffers);
+        let mine = process_map.mine;
+        let slice = my_slice(numel, mine, process_map.len());
+        let part = my_slice(slice.len(), self.slot.rank(), process_map.here().len());
+        let offset = num_bytes(process_map.partial_kind(call), part.start);
+        let (_, begin) = SplitSizes::offsets(&parts.to, mine);
+        let sums = SplitSizes::results(call, numel, process_map);
+        let (offsets, _) = SplitSizes::offsets(&sums.to, mine);
+        let base = buffers.send.wrapping_add(begin + num_bytes(call.kind, part.start));
+        self.on_local_ranks(call, |packer, _| {
+            let to = offsets.iter().map(|offset| base.wrapping_add(*offset));
+            // SAFETY: each rank of the process reads and writes its part of the slice.
+            unsafe { packer.add_up(call, sources, offset, part.len(), to) };
+        })?;
+        self.slot.on_leader(call.at(), || network.send_parts(call, &sums, begin))?;
+        self.traffic += sums.traffic(process_map);
+        Ok(self::sources(buffers, mine, &sums, begin))
+    }
 }
 
 impl RankBackend for GlooBackend {
@@ -148,21 +177,7 @@ impl RankBackend for GlooBackend {
             sources[mine] = buffers.send; // the part to another process, which is the same
         }
         if sliced {
-            let slice = my_slice(numel, mine, process_map.len());
-            let part = my_slice(slice.len(), self.slot.rank(), process_map.here().len());
-            let offset = num_bytes(process_map.partial_kind(call), part.start);
-            let (begin, sums) = (end(&parts.to), SplitSizes::results(call, numel, process_map));
-            let (offsets, _) = SplitSizes::offsets(&sums.to, mine);
-            let result = begin + num_bytes(call.kind, part.start);
-            let base = buffers.send.wrapping_add(result);
-            self.on_local_ranks(call, |packer, _| {
-                let to = offsets.iter().map(|offset| base.wrapping_add(*offset));
-                // SAFETY: each rank of the process reads and writes its part of the slice.
-                unsafe { packer.add_up(call, &sources, offset, part.len(), to) };
-            })?;
-            self.slot.on_leader(call.at(), || network.send_parts(call, &sums, begin))?;
-            self.traffic += sums.traffic(process_map);
-            sources = self::sources(buffers, mine, &sums, begin);
+            sources = self.exchange_sums(call, &network, &parts, &sources, numel)?;
         }
         self.on_local_ranks(call, |packer, slot| {
             // SAFETY: all parts have arrived, and no rank writes there until all have left.

@@ -41,32 +41,10 @@ impl Packer {
         let (begins, _) = SplitSizes::offsets(&parts.to, process_map.mine);
         let Buffers { send, .. } = self.buffers;
         let part = |process: usize, offset: usize| send.wrapping_add(begins[process] + offset);
-        let (here, index) = (process_map.here(), slot.rank());
-        let partial = process_map.partial_kind(call);
-        let local = match call.op() {
-            ReduceOp::Avg => ReduceOp::Sum,
-            // Unscaled: the receiver multiplies, without rounding in between.
-            ReduceOp::PremulSum(_) if process_map.is_one_rank_each() => ReduceOp::Sum,
-            op => op,
-        };
-        let scratch = &mut self.scratch;
-        // Reduces the elements `range` of the tensor `input` of each rank. Each rank reduces its slice of them.
+        let here = process_map.here();
         let mut add = |input: usize, range: Range<usize>, to: &mut dyn Iterator<Item = *mut u8>| {
-            let slice = my_slice(range.len(), index, here.len());
-            let from = num_bytes(call.kind, range.start + slice.start);
-            let offset = num_bytes(partial, slice.start);
-            let inputs = slot.published().map(|call| &call.inputs[input]);
-            scratch.list(
-                inputs.map(|tensor| tensor.data.wrapping_add(from)),
-                to.map(|address| address.wrapping_add(offset)),
-            );
-            if slice.is_empty() || scratch.outputs.is_empty() {
-                return;
-            }
-            let kinds = Kinds { from: call.kind, to: partial };
-            // SAFETY: the tensors stay valid and have these elements. The parts are as large, and only this rank writes
-            // to this slice of them.
-            unsafe { reduce(scratch.reduction(kinds, slice.len(), local)) };
+            // SAFETY: as the caller promises. The parts have room for these elements.
+            unsafe { self.add(slot, process_map, call, input, range, to) };
         };
         match call.operation {
             Operation::AllReduce if sliced => {
@@ -92,7 +70,7 @@ impl Packer {
                         let to = part(process, one.bytes.start);
                         if operation == Operation::ReduceScatter {
                             add(one.input, 0..call.outputs[0].numel(), &mut iter::once(to));
-                        } else if one.from == here.start + index {
+                        } else if one.from == here.start + slot.rank() {
                             let from: *mut u8 = call.inputs[one.input].data_ptr().cast();
                             // SAFETY: there is room for the tensor, and no other rank writes there.
                             unsafe { from.copy_to_nonoverlapping(to, one.bytes.len()) };
@@ -101,6 +79,43 @@ impl Packer {
                 }
             }
         }
+    }
+
+    /// Reduces the elements `range` of the tensor `input` of each rank of this process into each of `to`. Each rank reduces
+    /// its slice of them.
+    ///
+    /// # Safety
+    /// The ranks of this process have exchanged this call and leave together. Each of `to` has room for these elements.
+    unsafe fn add(
+        &mut self,
+        slot: &CallSlot,
+        process_map: &ProcessMap,
+        call: &Call,
+        input: usize,
+        range: Range<usize>,
+        to: &mut dyn Iterator<Item = *mut u8>,
+    ) {
+        let kinds = Kinds { from: call.kind, to: process_map.partial_kind(call) };
+        let slice = my_slice(range.len(), slot.rank(), process_map.here().len());
+        let from = num_bytes(kinds.from, range.start + slice.start);
+        let offset = num_bytes(kinds.to, slice.start);
+        let inputs = slot.published().map(|call| &call.inputs[input]);
+        self.scratch.list(
+            inputs.map(|tensor| tensor.data.wrapping_add(from)),
+            to.map(|address| address.wrapping_add(offset)),
+        );
+        if slice.is_empty() || self.scratch.outputs.is_empty() {
+            return;
+        }
+        let op = match call.op() {
+            ReduceOp::Avg => ReduceOp::Sum,
+            // Unscaled: the receiver multiplies, without rounding in between.
+            ReduceOp::PremulSum(_) if process_map.is_one_rank_each() => ReduceOp::Sum,
+            op => op,
+        };
+        // SAFETY: the tensors stay valid and have these elements. The parts are as large, and only this rank writes
+        // to this slice of them.
+        unsafe { reduce(self.scratch.reduction(kinds, slice.len(), op)) };
     }
 
     /// Reduces the parts of all processes into `to`: `len` elements, from byte `offset` of each part on.

@@ -244,51 +244,9 @@ unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(reduction: Reduction
     };
     for start in (0..len).step_by(PIECE_ELEMENTS) {
         let len = PIECE_ELEMENTS.min(len - start);
-        // SAFETY: `start + len` stays within the elements that the caller vouches for.
-        let piece = |input: *mut u8| unsafe { input.cast::<T>().add(start) };
-        // SAFETY: no thread writes to these elements while the slice lives: the writes below come after.
-        let read = |input| unsafe { std::slice::from_raw_parts(piece(input).cast_const(), len) };
-
         let wide = &mut room[..len];
-        // The first two inputs at once save a pass over the cache. Each operation has a loop of its own, so that the
-        // choice is made outside of it.
-        macro_rules! fold {
-            ($load:expr, $combine:expr) => {{
-                let further = match *inputs {
-                    [one, two, ref further @ ..] => {
-                        let both = read(one).iter().zip(read(two));
-                        for (w, (&a, &b)) in wide.iter_mut().zip(both) {
-                            *w = $combine($load(a), $load(b));
-                        }
-                        further
-                    }
-                    [one] => {
-                        wide.iter_mut().zip(read(one)).for_each(|(w, &x)| *w = $load(x));
-                        &[]
-                    }
-                    [] => return,
-                };
-                for &input in further {
-                    for (w, &x) in wide.iter_mut().zip(read(input)) {
-                        *w = $combine(*w, $load(x));
-                    }
-                }
-            }};
-        }
-        match op {
-            ReduceOp::Sum => fold!(T::widen, T::add),
-            ReduceOp::Avg => {
-                fold!(T::widen, T::add);
-                wide.iter_mut().for_each(|w| *w = T::divide(*w, inputs.len()));
-            }
-            ReduceOp::PremulSum(factor) => fold!(|x| T::scale(T::widen(x), factor), T::add),
-            ReduceOp::Product => fold!(T::widen, T::multiply),
-            ReduceOp::Min => fold!(T::widen, T::min),
-            ReduceOp::Max => fold!(T::widen, T::max),
-            ReduceOp::Band => fold!(T::widen, T::and),
-            ReduceOp::Bor => fold!(T::widen, T::or),
-            ReduceOp::Bxor => fold!(T::widen, T::xor),
-        }
+        // SAFETY: as the caller promises; `start + len` stays within the elements.
+        unsafe { reduce_piece::<T>(inputs, start, op, wide) };
         let results = R::results(wide, &mut results[..len]);
         for &output in outputs {
             // SAFETY: `start + len` stays within the elements that the caller vouches for, and `results` is a local
@@ -298,6 +256,64 @@ unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(reduction: Reduction
                 std::ptr::copy_nonoverlapping(results.as_ptr(), output, len);
             }
         }
+    }
+}
+
+/// Reduces the elements of all inputs from `start` on into `wide`.
+///
+/// # Safety
+/// The requirements of [`reduce`], for inputs of type `T` that have these elements.
+#[inline(always)] // compiled with the instructions of its caller
+unsafe fn reduce_piece<T: Element>(
+    inputs: &[*mut u8],
+    start: usize,
+    op: ReduceOp,
+    wide: &mut [T::Wide],
+) {
+    let len = wide.len();
+    // SAFETY: `start + len` stays within the elements that the caller vouches for.
+    let piece = |input: *mut u8| unsafe { input.cast::<T>().add(start) };
+    // SAFETY: no thread writes to these elements while the slice lives: the results are written after it.
+    let read = |input| unsafe { std::slice::from_raw_parts(piece(input).cast_const(), len) };
+
+    // The first two inputs at once save a pass over the cache. Each operation has a loop of its own, so that the
+    // choice is made outside of it.
+    macro_rules! fold {
+        ($load:expr, $combine:expr) => {{
+            let further = match *inputs {
+                [one, two, ref further @ ..] => {
+                    let both = read(one).iter().zip(read(two));
+                    for (w, (&a, &b)) in wide.iter_mut().zip(both) {
+                        *w = $combine($load(a), $load(b));
+                    }
+                    further
+                }
+                [one] => {
+                    wide.iter_mut().zip(read(one)).for_each(|(w, &x)| *w = $load(x));
+                    &[]
+                }
+                [] => return,
+            };
+            for &input in further {
+                for (w, &x) in wide.iter_mut().zip(read(input)) {
+                    *w = $combine(*w, $load(x));
+                }
+            }
+        }};
+    }
+    match op {
+        ReduceOp::Sum => fold!(T::widen, T::add),
+        ReduceOp::Avg => {
+            fold!(T::widen, T::add);
+            wide.iter_mut().for_each(|w| *w = T::divide(*w, inputs.len()));
+        }
+        ReduceOp::PremulSum(factor) => fold!(|x| T::scale(T::widen(x), factor), T::add),
+        ReduceOp::Product => fold!(T::widen, T::multiply),
+        ReduceOp::Min => fold!(T::widen, T::min),
+        ReduceOp::Max => fold!(T::widen, T::max),
+        ReduceOp::Band => fold!(T::widen, T::and),
+        ReduceOp::Bor => fold!(T::widen, T::or),
+        ReduceOp::Bxor => fold!(T::widen, T::xor),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use cudarc::nccl::sys::{self, ncclDataType_t, ncclRedOp_t};
+use cudarc::nccl::sys::{self, cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t};
 use tch::{Kind, Tensor};
 
 use super::super::backend::RankBackend;
@@ -18,6 +18,9 @@ use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, cuda};
 use crate::operation::{CollectiveType, Operation};
 
+/// The dtype of tensors that are only copied: any can travel as bytes.
+const BYTE: ncclDataType_t = ncclDataType_t::ncclUint8;
+
 /// A tensor that this rank sends to a peer, or receives from it.
 struct Transfer<'a> {
     is_send: bool,
@@ -31,15 +34,12 @@ impl NcclBackend {
     pub(super) fn launch(&mut self, call: &Call) -> Result<()> {
         let stream = cuda::current_stream(self.gpu)?.cast();
         let (comm, root) = (self.launched.state.lock().communicator.comm, call.root() as c_int);
-        // Any dtype can travel as bytes.
-        let byte = ncclDataType_t::ncclUint8;
-        let bytes = |tensor: &Tensor| num_bytes(tensor.kind(), tensor.numel());
         let data = |tensor: &Tensor| -> *mut c_void { tensor.data_ptr() };
         let reduction = || reduction(call.operation, call.op(), call.kind);
         let (inputs, outputs) = (call.inputs, call.outputs);
-        // SAFETY, for all calls below: each pointer is to the stated number of elements of that dtype, on this rank's
-        // GPU. They are read and written in the order of the stream on which their tensors were made and on which they
-        // will be freed.
+        // SAFETY, for all calls below, and in `all_gather` and `reduce_scatter`: each pointer is to the stated number of
+        // elements of that dtype, on this rank's GPU. They are read and written in the order of the stream on which their
+        // tensors were made and on which they will be freed.
         match call.operation {
             Operation::AllReduce => {
                 let (kind, op) = reduction()?;
@@ -63,37 +63,14 @@ impl NcclBackend {
             }
             Operation::Broadcast => {
                 let tensor = inputs.first().unwrap_or_else(|| &outputs[0]);
-                let (buffer, size) = (data(tensor), bytes(tensor));
+                let (buffer, size) = (data(tensor), num_bytes(tensor.kind(), tensor.numel()));
                 self.with_launch_barrier(call, "ncclBroadcast", |_| {
                     // SAFETY: as above.
-                    unsafe { sys::ncclBroadcast(buffer, buffer, size, byte, root, comm, stream) }
+                    unsafe { sys::ncclBroadcast(buffer, buffer, size, BYTE, root, comm, stream) }
                 })
             }
-            // A list that is not one piece of memory is copied. All ranks must make the same NCCL calls, but the memory
-            // layout of the tensors is each rank's own.
-            Operation::AllGather => {
-                let (from, size) = (data(&inputs[0]), bytes(&inputs[0]));
-                let copy = room_for(outputs)?;
-                let to = data(copy.as_ref().unwrap_or(&outputs[0]));
-                self.with_launch_barrier(call, "ncclAllGather", |_| {
-                    // SAFETY: as above; there is room for the tensors of all ranks.
-                    unsafe { sys::ncclAllGather(from, to, size, byte, comm, stream) }
-                })?;
-                match copy {
-                    Some(copy) => copy_parts(&copy, outputs),
-                    None => Ok(()),
-                }
-            }
-            Operation::ReduceScatter => {
-                let (kind, op) = reduction()?;
-                let (to, numel) = (data(&outputs[0]), outputs[0].numel());
-                let copy = joined(inputs)?;
-                let from = data(copy.as_ref().unwrap_or(&inputs[0]));
-                self.with_launch_barrier(call, "ncclReduceScatter", |_| {
-                    // SAFETY: as above; there is one tensor for each rank.
-                    unsafe { sys::ncclReduceScatter(from, to, numel, kind, op, comm, stream) }
-                })
-            }
+            Operation::AllGather => self.all_gather(call, comm, stream),
+            Operation::ReduceScatter => self.reduce_scatter(call, comm, stream),
             // The local ranks synchronize first, then the devices of all ranks.
             Operation::Barrier => {
                 let token = data(&self.token);
@@ -110,6 +87,40 @@ impl NcclBackend {
                 _ => Err(Error::unsupported(format!("backend nccl has no {other}"))),
             },
         }
+    }
+
+    /// Launches an all_gather. A list that is not one piece of memory is copied. All ranks must make the same NCCL calls,
+    /// but the memory layout of the tensors is each rank's own.
+    fn all_gather(&mut self, call: &Call, comm: ncclComm_t, stream: cudaStream_t) -> Result<()> {
+        let (input, outputs) = (&call.inputs[0], call.outputs);
+        let (from, size) = (input.data_ptr(), num_bytes(input.kind(), input.numel()));
+        let copy = room_for(outputs)?;
+        let to = copy.as_ref().unwrap_or(&outputs[0]).data_ptr();
+        self.with_launch_barrier(call, "ncclAllGather", |_| {
+            // SAFETY: as in `launch`; there is room for the tensors of all ranks.
+            unsafe { sys::ncclAllGather(from, to, size, BYTE, comm, stream) }
+        })?;
+        match copy {
+            Some(copy) => copy_parts(&copy, outputs),
+            None => Ok(()),
+        }
+    }
+
+    /// Launches a reduce_scatter. A list that is not one piece of memory is copied, as in an all_gather.
+    fn reduce_scatter(
+        &mut self,
+        call: &Call,
+        comm: ncclComm_t,
+        stream: cudaStream_t,
+    ) -> Result<()> {
+        let (kind, op) = reduction(call.operation, call.op(), call.kind)?;
+        let (to, numel) = (call.outputs[0].data_ptr(), call.outputs[0].numel());
+        let copy = joined(call.inputs)?;
+        let from = copy.as_ref().unwrap_or(&call.inputs[0]).data_ptr();
+        self.with_launch_barrier(call, "ncclReduceScatter", |_| {
+            // SAFETY: as in `launch`; there is one tensor for each rank.
+            unsafe { sys::ncclReduceScatter(from, to, numel, kind, op, comm, stream) }
+        })
     }
 
     /// Launches a collective that only copies: each input goes straight to the ranks that have an output for it.
@@ -147,17 +158,15 @@ impl NcclBackend {
     fn transfer(&mut self, call: &Call, transfers: &[Transfer]) -> Result<()> {
         let stream = cuda::current_stream(self.gpu)?.cast();
         let comm = self.launched.state.lock().communicator.comm;
-        // Any dtype can travel as bytes.
-        let byte = ncclDataType_t::ncclUint8;
         let launch = |&Transfer { is_send, tensor, peer }: &Transfer| {
             let data: *mut c_void = tensor.data_ptr();
             let (size, peer) = (num_bytes(tensor.kind(), tensor.numel()), peer as c_int);
             // SAFETY: the tensor has this many bytes on this rank's GPU, and is used in the order of the stream.
             unsafe {
                 if is_send {
-                    sys::ncclSend(data, size, byte, peer, comm, stream)
+                    sys::ncclSend(data, size, BYTE, peer, comm, stream)
                 } else {
-                    sys::ncclRecv(data, size, byte, peer, comm, stream)
+                    sys::ncclRecv(data, size, BYTE, peer, comm, stream)
                 }
             }
         };

@@ -33,6 +33,21 @@ struct Announcement {
     contents: usize,
 }
 
+impl Announcement {
+    /// Returns what a rank of `group` announces of its `call`, which is `mine`.
+    fn of(group: &HostGroup, call: &Call, fingerprint: u64, mine: &CollectiveFingerprint) -> Self {
+        let stop = group.stop.get().map(|stop| stop.message()).unwrap_or_default();
+        Self {
+            sequence: call.sequence,
+            fingerprint,
+            stop: stop.to_numbers(),
+            inputs: mine.inputs.len(),
+            outputs: mine.outputs.len(),
+            contents: mine.contents_len(),
+        }
+    }
+}
+
 /// Where a tensor is: its first byte in the memory of its rank's process, and its number of elements.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
@@ -153,6 +168,22 @@ impl HostCalls {
         }
     }
 
+    /// Returns the offset of room for copies of the inputs of `mine` that are not in this process's memory. Their elements
+    /// have `unit` bytes.
+    fn room_for_copies(&mut self, mine: &CollectiveFingerprint, unit: usize) -> Result<usize> {
+        let Self { rank, ref group, ref mut room, .. } = *self;
+        // On one host a piece fits.
+        if !group.is_whole {
+            let lens = mine.inputs.iter().map(|input| (input.data, input.numel * unit));
+            let copied = lens.filter(|&(data, len)| group.offset_of(data, len).is_none());
+            let total: usize = copied.map(|(_, len)| len.next_multiple_of(LINE)).sum();
+            if total > STAGING {
+                return group.room(room, total);
+            }
+        }
+        Ok(group.staging_offset(rank))
+    }
+
     /// Writes this rank's announcement, `mine`, in the place with this `parity`. With `moves`, copies its tensors to where
     /// the others can reach them.
     pub(crate) fn announce(
@@ -162,71 +193,42 @@ impl HostCalls {
         parity: usize,
         moves: bool,
     ) -> Result<()> {
-        let moves = moves && self.moves(call);
+        let shares = moves && self.moves(call) && !mine.has_contents;
+        let unit = num_bytes(call.kind, 1);
+        let mut free = if shares { self.room_for_copies(mine, unit)? } else { 0 };
         self.fingerprint = call.fingerprint();
-        let Self { rank, ref group, ref mut published, fingerprint, ref mut room } = *self;
+        let Self { rank, ref group, ref mut published, fingerprint, .. } = *self;
         let cell = group.in_block(rank, group.cell.announcement(parity))?;
         let offsets = self::offsets(cell);
-        let unit = num_bytes(call.kind, 1);
-        let stop = group.stop.get().map(|stop| stop.message()).unwrap_or_default();
-        let contents = mine.contents_len();
-        let (inputs, outputs) = (mine.inputs.len(), mine.outputs.len());
+        let announcement = Announcement::of(group, call, fingerprint, mine);
         let reached = &mut published[rank];
         reached.inputs.clear();
-        let mut used = group.staging_offset(rank);
-        // On one host a piece fits.
-        if moves && !mine.has_contents && !group.is_whole {
-            let lens = mine.inputs.iter().map(|input| (input.data, input.numel * unit));
-            let copied = lens.filter(|&(data, len)| group.offset_of(data, len).is_none());
-            let total: usize = copied.map(|(_, len)| len.next_multiple_of(LINE)).sum();
-            if total > STAGING {
-                used = group.room(room, total)?;
-            }
-        }
         for (index, input) in mine.inputs.iter().enumerate() {
-            let len = input.numel * unit;
-            let shared = group.offset_of(input.data, len);
-            let offset = match shared {
-                _ if !moves || mine.has_contents => PRIVATE,
-                Some(offset) => offset,
-                None => used,
+            let (memory, offset) = if shares {
+                share(group, rank, *input, unit, &mut free)?
+            } else {
+                (*input, PRIVATE)
             };
-            let mut data = input.data;
-            if shared.is_none() && offset != PRIVATE {
-                data = group.address(group.process_of(rank), used, len)?;
-                // SAFETY: the room for tensors has these bytes; the other ranks read and write them between the barriers of
-                // a call only, and this rank is not in one.
-                unsafe { input.data.copy_to_nonoverlapping(data, len) };
-                used += len.next_multiple_of(LINE);
-            }
-            reached.inputs.push(TensorMemory { data, numel: input.numel });
+            reached.inputs.push(memory);
             // SAFETY: the cell has room for two lists of tensors, and only this rank writes it now.
             unsafe { offsets.add(index).write(TensorOffset { offset, numel: input.numel }) };
         }
-        if group.writes_to_others(call) && !mine.has_contents && moves {
-            reached.outputs = reached.inputs.iter().take(outputs).copied().collect();
+        if shares && group.writes_to_others(call) {
+            reached.outputs = reached.inputs.iter().take(mine.outputs.len()).copied().collect();
         } else {
             reached.outputs.clone_from(&mine.outputs);
         }
         for (index, output) in mine.outputs.iter().enumerate() {
             let tensor = TensorOffset { offset: PRIVATE, numel: output.numel };
             // SAFETY: as above.
-            unsafe { offsets.add(inputs + index).write(tensor) };
+            unsafe { offsets.add(mine.inputs.len() + index).write(tensor) };
         }
-        let announcement = Announcement {
-            sequence: call.sequence,
-            fingerprint,
-            stop: stop.to_numbers(),
-            inputs,
-            outputs,
-            contents,
-        };
         // SAFETY: the cell has room for the announcement and the contents, and only this rank writes it now: the others
         // have read what was there, because they have entered the exchange after that one.
         unsafe {
             cell.cast::<Announcement>().write(announcement);
             let to = cell.add(group.cell.contents());
-            mine.contents(0).copy_to_nonoverlapping(to, contents);
+            mine.contents(0).copy_to_nonoverlapping(to, announcement.contents);
         }
         Ok(())
     }
@@ -242,8 +244,8 @@ impl HostCalls {
         parity: usize,
         moves: bool,
     ) -> Result<()> {
-        let moves = moves && self.moves(call);
         let mine = own.announced();
+        let is_read = moves && self.moves(call) && !mine.has_contents;
         let Self { rank, ref group, ref mut published, fingerprint, .. } = *self;
         let unit = num_bytes(call.kind, 1);
         // All tensors have as many elements, unless each pair of ranks has its own size.
@@ -282,32 +284,8 @@ impl HostCalls {
             if (inputs, outputs) != tensors || contents != own_contents {
                 return Err(invalid_data());
             }
-            let reach = |index: usize, is_read: bool| {
-                // SAFETY: as above; the cell has this many offsets.
-                let tensor = unsafe { offsets(cell).add(index).read_volatile() };
-                let TensorOffset { offset, numel: theirs } = tensor;
-                let is_aligned = offset == PRIVATE || offset.is_multiple_of(unit.max(1));
-                let has_size = numel.is_none_or(|numel| numel == theirs);
-                if !is_aligned || !has_size || theirs > isize::MAX as usize / 16 {
-                    return Err(invalid_data());
-                }
-                let data = match offset {
-                    PRIVATE if is_read => return Err(invalid_data()),
-                    PRIVATE => std::ptr::null_mut(),
-                    offset => group.address(group.process_of(other), offset, unit * theirs)?,
-                };
-                Ok(TensorMemory { data, numel: theirs })
-            };
-            theirs.inputs.clear();
-            theirs.outputs.clear();
-            for index in 0..inputs {
-                theirs.inputs.push(reach(index, moves && !mine.has_contents)?);
-            }
-            for index in 0..outputs {
-                let reduced = theirs.inputs.get(index).filter(|_| group.writes_to_others(call));
-                let output = reduced.copied().map_or_else(|| reach(inputs + index, false), Ok)?;
-                theirs.outputs.push(output);
-            }
+            let announced = Announced { group, rank: other, cell, unit, numel };
+            announced.read_tensors(call, tensors, is_read, theirs)?;
             // SAFETY: as above; the cell has this many bytes of contents.
             unsafe { theirs.set_contents(cell.add(group.cell.contents()), contents) };
         }
@@ -326,6 +304,83 @@ impl HostCalls {
         let is_different = |rank: usize| different.contains(&rank);
         mismatch_in_store(&self.group.store, call.sequence, self.rank, &text, parts, is_different)
     }
+}
+
+/// What another rank has announced before the barrier. It writes there again only once this rank has entered the next
+/// exchange.
+struct Announced<'a> {
+    group: &'a HostGroup,
+    rank: usize,
+    cell: *mut u8,
+    /// The size of an element in bytes.
+    unit: usize,
+    /// The number of elements of each tensor, if all have as many.
+    numel: Option<usize>,
+}
+
+impl Announced<'_> {
+    /// Reads where the rank's inputs and outputs are. `is_read` is whether others read the inputs.
+    fn read_tensors(
+        &self,
+        call: &Call,
+        (inputs, outputs): (usize, usize),
+        is_read: bool,
+        theirs: &mut CollectiveFingerprint,
+    ) -> Result<()> {
+        theirs.inputs.clear();
+        theirs.outputs.clear();
+        for index in 0..inputs {
+            theirs.inputs.push(self.tensor(index, is_read)?);
+        }
+        for index in 0..outputs {
+            let reduced = theirs.inputs.get(index).filter(|_| self.group.writes_to_others(call));
+            let output = reduced.copied().map_or_else(|| self.tensor(inputs + index, false), Ok)?;
+            theirs.outputs.push(output);
+        }
+        Ok(())
+    }
+
+    /// Returns the memory of the tensor at `index`. It is null for a tensor that no other rank reads.
+    fn tensor(&self, index: usize, is_read: bool) -> Result<TensorMemory> {
+        let Self { group, rank, cell, unit, numel } = *self;
+        // SAFETY: the cell has this many offsets. Should the rank write them too early, only this copy is checked and
+        // used: the read is volatile.
+        let tensor = unsafe { offsets(cell).add(index).read_volatile() };
+        let TensorOffset { offset, numel: theirs } = tensor;
+        let is_aligned = offset == PRIVATE || offset.is_multiple_of(unit.max(1));
+        let has_size = numel.is_none_or(|numel| numel == theirs);
+        if !is_aligned || !has_size || theirs > isize::MAX as usize / 16 {
+            return Err(invalid_data());
+        }
+        let data = match offset {
+            PRIVATE if is_read => return Err(invalid_data()),
+            PRIVATE => std::ptr::null_mut(),
+            offset => group.address(group.process_of(rank), offset, unit * theirs)?,
+        };
+        Ok(TensorMemory { data, numel: theirs })
+    }
+}
+
+/// Returns where the ranks of this process reach `input` of `rank`, and its offset for others: its own place if others can
+/// reach it, or else that of a copy at `free`, which moves on.
+fn share(
+    group: &HostGroup,
+    rank: usize,
+    input: TensorMemory,
+    unit: usize,
+    free: &mut usize,
+) -> Result<(TensorMemory, usize)> {
+    let len = input.numel * unit;
+    if let Some(offset) = group.offset_of(input.data, len) {
+        return Ok((input, offset));
+    }
+    let offset = *free;
+    let data = group.address(group.process_of(rank), offset, len)?;
+    // SAFETY: the room for tensors has these bytes; the other ranks read and write them between the barriers of a call
+    // only, and this rank is not in one.
+    unsafe { input.data.copy_to_nonoverlapping(data, len) };
+    *free += len.next_multiple_of(LINE);
+    Ok((TensorMemory { data, numel: input.numel }, offset))
 }
 
 /// Returns the offsets of an announcement.

@@ -85,17 +85,8 @@ impl HostGroup {
         // A rank that has ended is still read by those that look whether it has arrived.
         let own: Option<Vec<Allocation>> =
             in_blocks.map(|_| host.allocate(cell.block_len(), cell.staging())).collect();
-        // `None` if the memory is used up.
-        let offset = |block: &Allocation| block.range.start;
-        let offsets = own.as_ref().map(|own| own.iter().map(offset).collect::<Vec<_>>());
-        let absent = |missing: Vec<usize>| {
-            let ranks = missing.iter().flat_map(|it| &members[map.processes[*it].clone()]);
-            run.timeout_error(members[map.here().start], ranks.copied().collect())
-        };
-        let process = [map.mine, map.len()];
-        let all: Vec<Option<Vec<usize>>> =
-            Gathered::of(store, "memory", process, &offsets, run.timeout, absent, Gathered::All)?;
-        let Some(all) = all.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
+        let all = exchange_offsets(store, run, members, map, own.as_deref())?;
+        let Some(all) = all else { return Ok(None) };
         let Some(own) = own.filter(|_| is_shared) else { return Ok(Some((hosts, None))) };
         let mut blocks = Vec::new();
         for (offsets, ranks) in all.iter().zip(&map.processes) {
@@ -103,15 +94,7 @@ impl HostGroup {
                 blocks.extend(find_blocks(host, &cell, offsets, &members[ranks.clone()])?);
             }
         }
-        let states = blocks.iter().map(|block| {
-            let memory: Arc<dyn Any + Send + Sync> = host.clone();
-            let pointer = host.regions[block.process].at(block.offset, size_of::<RankState>());
-            let pointer = pointer.and_then(|pointer| NonNull::new(pointer.cast::<RankState>()));
-            // SAFETY: the block begins with a rank's state, which was zeros at first, and its memory exists as long as
-            // the host.
-            pointer.map(|pointer| unsafe { InMemory::at(pointer, memory) })
-        });
-        let states = states.collect::<Option<Box<[_]>>>().ok_or_else(not_a_block)?;
+        let states = find_states(host, &blocks)?;
         let first = hosts.here().start;
         let here = map.here().start - first..map.here().end - first;
         let barrier = Barrier::of(states, host.cores, run.clone(), members[hosts.here()].into());
@@ -210,6 +193,39 @@ impl HostGroup {
     pub(super) fn staging_offset(&self, rank: usize) -> usize {
         self.blocks[rank].offset + self.cell.staging()
     }
+}
+
+/// Exchanges the offsets of each process's blocks, `own` of this one. `None` if the memory of a process is used up.
+fn exchange_offsets(
+    store: &TcpStore,
+    run: &RunContext,
+    members: &[usize],
+    map: &ProcessMap,
+    own: Option<&[Allocation]>,
+) -> Result<Option<Vec<Vec<usize>>>> {
+    let offset = |block: &Allocation| block.range.start;
+    let offsets = own.map(|own| own.iter().map(offset).collect::<Vec<_>>());
+    let absent = |missing: Vec<usize>| {
+        let ranks = missing.iter().flat_map(|it| &members[map.processes[*it].clone()]);
+        run.timeout_error(members[map.here().start], ranks.copied().collect())
+    };
+    let process = [map.mine, map.len()];
+    let all: Vec<Option<Vec<usize>>> =
+        Gathered::of(store, "memory", process, &offsets, run.timeout, absent, Gathered::All)?;
+    Ok(all.into_iter().collect())
+}
+
+/// Returns the states in the barrier of the ranks that have these `blocks`.
+fn find_states(host: &Arc<Host>, blocks: &[Block]) -> Result<Box<[InMemory<RankState>]>> {
+    let state = |block: &Block| {
+        let pointer = host.regions[block.process].at(block.offset, size_of::<RankState>())?;
+        let pointer = NonNull::new(pointer.cast::<RankState>())?;
+        let memory: Arc<dyn Any + Send + Sync> = host.clone();
+        // SAFETY: the block begins with a rank's state, which was zeros at first, and its memory exists as long as
+        // the host.
+        Some(unsafe { InMemory::at(pointer, memory) })
+    };
+    blocks.iter().map(state).collect::<Option<_>>().ok_or_else(not_a_block)
 }
 
 /// Returns the blocks of the ranks `members`, which are of one process, at its `offsets`.
