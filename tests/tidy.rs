@@ -104,7 +104,9 @@ fn engine_needs_no_command_line_and_no_terminal() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let packages = String::from_utf8(output.stdout).unwrap();
     assert!(packages.contains("tch v"), "{packages}");
-    for foreign in ["clap v", "ratatui v", "crossterm v", "indicatif v", "prost v", "ddp-mp-views v"] {
+    for foreign in
+        ["clap v", "ratatui v", "crossterm v", "indicatif v", "prost v", "ddp-mp-views v"]
+    {
         assert!(!packages.contains(foreign), "the engine needs {foreign}");
     }
 }
