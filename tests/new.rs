@@ -38,10 +38,10 @@ fn project_has_the_versions_and_the_profile_of_the_clone() {
         assert_eq!(text(&manifest, &["package", "name"]), project.file_name().unwrap());
         let dependency = &manifest["dependencies"]["ddp-mp"];
         assert_eq!(dependency["path"].as_str(), clone.to_str());
-        assert_eq!(manifest["dependencies"]["tch"], ours["dependencies"]["tch"]);
+        assert_eq!(manifest["dependencies"]["tch"], ours["workspace"]["dependencies"]["tch"]);
         assert_eq!(manifest["profile"], ours["profile"]);
         for key in ["edition", "rust-version"] {
-            assert_eq!(manifest["package"][key], ours["package"][key], "{key}");
+            assert_eq!(manifest["package"][key], ours["workspace"]["package"][key], "{key}");
         }
 
         let config = table(&project.join(".cargo/config.toml"));

@@ -38,7 +38,7 @@ fn with_input(mut command: Command, text: &str) -> (Option<i32>, String, String)
 fn version() -> String {
     let manifest = fs::read_to_string(repository("Cargo.toml")).unwrap();
     let manifest: toml::Table = manifest.parse().unwrap();
-    manifest["package"]["version"].as_str().unwrap().to_owned()
+    manifest["workspace"]["package"]["version"].as_str().unwrap().to_owned()
 }
 
 #[test]

@@ -2,26 +2,28 @@
 //! `ddp-mp` has all of it, with an introduction; this one alone needs no command line and no terminal.
 //!
 //! It tells what happens in a run as [`events`], and does not know who looks.
+//!
+//! What the documentation hides is for the crates `ddp-mp-views` and `ddp-mp`, and may change.
 
 pub mod checkpoint;
 pub mod data;
 pub mod ddp;
-#[doc(hidden)] // for the views and the program
+#[doc(hidden)]
 pub mod error;
 pub mod events;
 pub mod ffi;
-#[doc(hidden)] // for the views and the program
+#[doc(hidden)]
 pub mod files;
 pub mod launch;
 pub mod models;
-#[doc(hidden)] // for the views and the program
+#[doc(hidden)]
 pub mod operation;
 pub mod optim;
 pub mod os;
 pub mod prelude;
 pub mod process_group;
 pub mod records;
-#[doc(hidden)] // for the views and the program
+#[doc(hidden)]
 pub mod runtime;
 pub mod trainer;
 

@@ -98,6 +98,7 @@ impl CheckpointDir {
     }
 
     /// Returns whether `checkpoint` was read from this folder.
+    #[doc(hidden)]
     pub fn contains(&self, checkpoint: &Checkpoint) -> bool {
         let folder = Place::of(checkpoint.path()).into_path();
         folder.parent() == Some(&*Place::of(&self.path).into_path())
@@ -151,6 +152,7 @@ impl CheckpointDir {
     }
 
     /// Returns whether a run has opened the folder at `path`, and nobody has removed it since.
+    #[doc(hidden)]
     pub fn was_opened(path: &Path) -> bool {
         path.join(LOCK).exists()
     }
@@ -239,6 +241,7 @@ impl CheckpointDir {
     }
 
     /// Returns the run's folder that contains `path`. `None` if the name is not that of a checkpoint or a pointer.
+    #[doc(hidden)]
     pub fn around(path: &Path) -> Option<PathBuf> {
         let path = Place::of(path).into_path();
         let name = &*name_of(&path);

@@ -13,6 +13,7 @@ use crate::files::{Place, RECOGNIZED_BY, kind_of, open_regular, read_regular};
 pub(super) const MODEL: &str = "model.safetensors";
 pub(super) const OPTIMIZER: &str = "optimizer.safetensors";
 /// The file with the state of training.
+#[doc(hidden)]
 pub const TRAINER: &str = "trainer.json";
 
 /// The file that a run locks while it saves here.
@@ -62,6 +63,7 @@ pub(super) fn step_of(name: &str) -> Option<u64> {
 }
 
 /// Returns whether a run uses `name` in its folder, or in a checkpoint.
+#[doc(hidden)]
 pub fn is_used(name: &str) -> bool {
     [LOCK, UNFINISHED].contains(&name)
         || name.starts_with(ASIDE)
@@ -117,6 +119,7 @@ pub(super) fn pointed(pointer: &Path) -> io::Result<Option<PathBuf>> {
 ///
 /// # Errors
 /// [`Error::Input`] that names a file that this program did not write, or cannot read.
+#[doc(hidden)]
 pub fn check_all_in(folder: &Path) -> Result<()> {
     paths_in(folder)?.iter().try_for_each(|path| check(path).map_err(unusable(path)))
 }

@@ -56,6 +56,7 @@ impl Checkpoint {
 
     /// Broadcasts rank 0's checkpoint to all ranks of `group`. The other ranks need no file. Returns `None` if rank 0
     /// has none. A collective.
+    #[doc(hidden)]
     pub fn broadcast(mine: Option<&Self>, group: &ProcessGroup) -> Result<Option<Self>> {
         let mut header = Vec::new();
         if let Some(Self { path, state, model, optimizer }) = mine.filter(|_| group.rank() == 0) {

@@ -66,6 +66,7 @@ impl TrainerState {
     ///
     /// # Errors
     /// The file, and the field with its value and what it contradicts, as text.
+    #[doc(hidden)]
     pub fn check(&self, num_samples: usize) -> Result<(), String> {
         let Self { epoch, step, epoch_steps, world_size, .. } = *self;
         let (num_samples, seen) = (num_samples as u64, self.samples_seen as u64);

@@ -48,11 +48,13 @@ impl Batch {
     }
 
     /// Returns all tensors: the inputs, the targets and the further inputs.
+    #[doc(hidden)]
     pub fn tensors(&self) -> impl Iterator<Item = &Tensor> {
         [&self.inputs, &self.targets].into_iter().chain(&self.more_inputs)
     }
 
     /// Returns the results of `f` for each tensor, as a batch of `len` samples.
+    #[doc(hidden)]
     pub fn map<E>(
         &self,
         len: i64,
@@ -89,6 +91,7 @@ fn num_batches(samples: usize, batch_size: usize, drop_last: bool) -> usize {
 /// Returns the number of batches left in an epoch for all ranks, after they together have had the first `start`
 /// samples. With unequal shares the longest share counts. With `drop_last` the shortest counts, because a batch that
 /// is incomplete on one rank is left out on all. `sampler` may be any rank's.
+#[doc(hidden)]
 pub fn batches_of_all(
     sampler: &DistributedSampler,
     start: usize,
@@ -178,6 +181,7 @@ impl DataLoader {
 
     /// Returns the number of samples that all ranks together have in the next `batches` batches, after the first
     /// `start` samples. `None` if the loader is not [in step](Self::in_step).
+    #[doc(hidden)]
     pub fn dealt_in(&self, start: usize, batches: usize) -> Option<usize> {
         let left = self.sampler.dealt_from(start);
         let full = batches.saturating_mul(self.batch_size * self.sampler.num_replicas());
@@ -246,6 +250,7 @@ impl DataLoader {
 
     /// Returns the samples of `count` batches, from batch `first` on, by their numbers in the data. Batches are counted
     /// after the first `start` samples that all ranks together have had in `epoch`.
+    #[doc(hidden)]
     pub fn samples(
         &self,
         epoch: u64,

@@ -21,6 +21,7 @@ use crate::error::{Error, first_line, first_of};
 
 impl Error {
     /// Converts a data set's error into one that names the samples.
+    #[doc(hidden)]
     pub fn of_samples(indices: &[usize]) -> impl FnOnce(anyhow::Error) -> Error {
         let samples = list_samples(indices, 4);
         move |error| Error::Data { samples, reason: first_line(&format!("{error:#}")) }

@@ -76,6 +76,7 @@ impl DistributedSampler {
     }
 
     /// Returns the sampler of `rank` for the same samples.
+    #[doc(hidden)]
     pub fn for_rank(&self, rank: usize) -> Self {
         Self { rank, ..self.clone() }
     }
@@ -167,11 +168,13 @@ impl DistributedSampler {
     }
 
     /// Returns the order in which the samples of `epoch` are dealt, the same for all ranks. `None` without shuffling.
+    #[doc(hidden)]
     pub fn order(&self, epoch: u64) -> Result<Option<Vec<usize>>> {
         self.shuffle.then(|| randperm(self.len, self.seed.wrapping_add(epoch))).transpose()
     }
 
     /// Returns [`indices_from`](Self::indices_from) for an epoch with this order.
+    #[doc(hidden)]
     pub fn deal(&self, order: Option<&[usize]>, start: usize) -> Result<Vec<usize>> {
         let count = self.num_samples_from(start);
         let mut mine = empty(count)?;

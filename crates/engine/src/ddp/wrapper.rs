@@ -253,11 +253,13 @@ impl<M> DistributedDataParallel<M> {
 
     /// Returns the time from the start of the last backward to the completion of each bucket, without reductions; on a
     /// GPU, the time to launch it. `None` for a bucket that lacked a gradient.
+    #[doc(hidden)]
     pub fn bucket_times(&self) -> Vec<Option<Duration>> {
         self.reducer.state().clock.bucket_times.clone()
     }
 
     /// Returns each parameter with its bucket, in the order of their creation.
+    #[doc(hidden)]
     pub fn described_parameters(&self) -> Vec<Parameter> {
         self.reducer.state().layout.described()
     }
@@ -383,6 +385,7 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// Returns a 64-bit hash of the values of all parameters, which must be defined.
+    #[doc(hidden)]
     pub fn replica_hash(&self) -> Result<u64> {
         self.group.synchronize()?;
         let each = self.tensor_hashes(false)?.into_iter();

@@ -48,6 +48,7 @@ use tch::TchError;
 use crate::error::{Error, Result, first_line};
 
 /// A result of libtorch. Its error does not name the action that failed.
+#[doc(hidden)]
 pub trait TorchResult<T> {
     /// Converts the error into [`Error::Torch`], which names `action`.
     fn doing(self, action: &'static str) -> Result<T>;

@@ -111,6 +111,7 @@ pub(crate) fn set_multithreading_enabled(enabled: bool) {
 }
 
 /// Removes C++ stack traces from libtorch's error texts, in the whole process.
+#[doc(hidden)]
 pub fn hide_stack_traces() {
     static HIDDEN: Once = Once::new();
     HIDDEN.call_once(|| ddp_hide_stack_traces());

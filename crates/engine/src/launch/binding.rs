@@ -55,6 +55,7 @@ impl LocalRanks {
 
 /// The result of a [`BindChoice`] on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[doc(hidden)]
 pub enum Binding {
     /// The CPUs of each rank of this process.
     Bound(Vec<CpuList>),

@@ -103,6 +103,7 @@ impl Launch {
     ///
     /// # Errors
     /// [`Error::Input`](crate::Error::Input) when the ranks cannot be bound as the user asks.
+    #[doc(hidden)]
     pub fn binding(&self, placement: &Placement) -> Result<Binding> {
         let Processes { local_index, local_count, .. } = self.processes;
         let count = placement.devices.len();

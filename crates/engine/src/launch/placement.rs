@@ -327,6 +327,7 @@ impl Placement {
     }
 
     /// Returns the labels of all ranks; see `label`.
+    #[doc(hidden)]
     pub fn labels(&self, first_local: usize) -> Vec<String> {
         (0..self.devices.len()).map(|index| self.label(index, first_local)).collect()
     }

@@ -18,6 +18,7 @@ pub(crate) const PARENT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The starts of a run before this one.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[doc(hidden)]
 pub struct Restarts {
     /// The reason of each restart, the first one first.
     pub reasons: Vec<String>,
@@ -31,15 +32,18 @@ pub struct Restarts {
 
 impl Restarts {
     /// Key that a start sets once it has opened its checkpoint folder.
+    #[doc(hidden)]
     pub const SAVES: &str = "saves";
 
     /// Key that a start sets once it has reported to the user that all ranks have connected.
+    #[doc(hidden)]
     pub const STARTED: &str = "started";
 
     /// Returns the starts before the one that `launch` describes; empty if no parent process restarts this one.
     ///
     /// # Errors
     /// [`Error::Store`](crate::Error::Store) when the parent process does not answer.
+    #[doc(hidden)]
     pub fn before(launch: &Launch) -> Result<Self> {
         let (Some(parent), 1..) = (&launch.parent, launch.restart_count) else {
             return Ok(Self::default());
@@ -54,6 +58,7 @@ impl Restarts {
     ///
     /// # Errors
     /// The errors of [`Restarts::before`].
+    #[doc(hidden)]
     pub fn note(launch: &Launch, key: &str) -> Result<()> {
         let (Some(parent), 1..) = (&launch.parent, launch.max_restarts) else { return Ok(()) };
         // The store answers this request, so the key has arrived.
@@ -61,6 +66,7 @@ impl Restarts {
     }
 
     /// Adds the `reason` of the next restart, and stores all of this in `store` for the next start.
+    #[doc(hidden)]
     pub fn add(&mut self, reason: String, elapsed: Duration, store: &TcpStore) -> Result<()> {
         self.reasons.push(reason);
         self.elapsed = elapsed;

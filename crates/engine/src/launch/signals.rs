@@ -94,6 +94,7 @@ pub fn status_signal() -> io::Result<Receiver<()>> {
 ///
 /// # Errors
 /// When the system refuses.
+#[doc(hidden)]
 pub fn end_at_signals_in<T>(stop: &StopRequest, wait: impl FnOnce() -> T) -> io::Result<Option<T>> {
     let waiting = end_at_signals()?;
     // Checked after the handlers are in place, so that no signal is missed.
@@ -108,6 +109,7 @@ pub fn end_at_signals_in<T>(stop: &StopRequest, wait: impl FnOnce() -> T) -> io:
 ///
 /// # Errors
 /// When the system refuses.
+#[doc(hidden)]
 pub fn await_termination(stop: &StopRequest, timeout: Duration) -> io::Result<()> {
     let _waiting = end_at_signals()?;
     // Checked after the handlers are in place, so that the signal is not missed.

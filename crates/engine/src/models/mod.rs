@@ -81,6 +81,7 @@ impl ModelKind {
     }
 
     /// Returns whether the option `key` has an effect on this sort of model.
+    #[doc(hidden)]
     pub fn uses(self, key: &str) -> bool {
         self.architecture().keys.contains(&key)
     }
@@ -206,11 +207,13 @@ pub struct Model(Box<dyn Layers>);
 
 impl ModelConfig {
     /// Checks the configuration. An error is the wrong key for this sort of model, and the problem.
+    #[doc(hidden)]
     pub fn check(&self) -> Result<(), (&'static str, String)> {
         (self.kind.architecture().check)(self)
     }
 
     /// Returns the number of parameters. A float, because the product of large widths overflows integers.
+    #[doc(hidden)]
     pub fn num_parameters(&self) -> f64 {
         (self.kind.architecture().num_parameters)(self)
     }
@@ -244,6 +247,7 @@ impl ModelConfig {
 ///
 /// # Errors
 /// [`Error::Torch`] if libtorch fails, for example without enough memory.
+#[doc(hidden)]
 pub fn build_on(
     device: Device,
     seed: u64,

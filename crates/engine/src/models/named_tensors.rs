@@ -109,6 +109,7 @@ pub(crate) fn tensor_hash(tensor: &Tensor) -> Result<u64> {
 }
 
 /// Returns the bytes of `tensor`, of any dtype and on any device.
+#[doc(hidden)]
 pub fn bytes_of(tensor: &Tensor) -> Result<Vec<u8>> {
     read_bytes(tensor, <[u8]>::to_vec)
 }

@@ -301,6 +301,7 @@ impl GradScalerState {
     ///
     /// # Errors
     /// [`Error::Input`] that names the wrong number.
+    #[doc(hidden)]
     pub fn check(&self) -> Result<()> {
         let Self { scale, growth_factor, backoff_factor, growth_interval, growth_tracker } = *self;
         let in_float32 = scale as f32;

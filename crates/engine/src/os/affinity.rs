@@ -12,6 +12,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 /// A set of CPUs, in ascending order. Written as the kernel writes it: `0-3,8`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[doc(hidden)]
 pub struct CpuList(pub Vec<usize>);
 
 /// The CPUs of the machine, and those that the calling thread may use.

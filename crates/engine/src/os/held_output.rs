@@ -5,6 +5,7 @@ use std::io::{self, Write};
 
 /// The stream that a text is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[doc(hidden)]
 pub enum Stream {
     /// Standard output.
     Stdout,
@@ -17,6 +18,7 @@ const MAX_BYTES: usize = 1 << 20;
 
 /// The newest text for both streams, in its order.
 #[derive(Debug, Default)]
+#[doc(hidden)]
 pub struct HeldOutput {
     texts: VecDeque<(Stream, Vec<u8>)>,
     bytes: usize,
@@ -26,6 +28,7 @@ pub struct HeldOutput {
 
 impl HeldOutput {
     /// Adds text for a stream. Leaves out the oldest beyond `MAX_BYTES`.
+    #[doc(hidden)]
     pub fn add(&mut self, stream: Stream, text: &[u8]) {
         self.bytes += text.len();
         self.texts.push_back((stream, text.into()));
@@ -38,6 +41,7 @@ impl HeldOutput {
     }
 
     /// Prints the text, and forgets it.
+    #[doc(hidden)]
     pub fn print(&mut self) {
         self.print_to(&mut io::stdout().lock(), &mut io::stderr().lock());
     }

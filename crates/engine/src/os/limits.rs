@@ -62,6 +62,7 @@ const PATHS: [(&str, &str); 3] = [
 ];
 
 /// Returns `error`, with the limit and the remedy added if the user can fix it and it does not contain the remedy yet.
+#[doc(hidden)]
 pub fn explain(error: impl Display) -> String {
     let error = error.to_string();
     let found = LIMITS.iter().find(|limit| error.contains(limit.words));
@@ -77,17 +78,20 @@ pub fn explain(error: impl Display) -> String {
 }
 
 /// Returns the error of an output of the run, `what`, that cannot be opened.
+#[doc(hidden)]
 pub fn output_refused(what: &str, error: &io::Error) -> Error {
     Error::usage(format!("{what}: {}", explain(error)))
 }
 
 /// Returns the error of an output of the run, `what`, that was open and cannot be written.
+#[doc(hidden)]
 pub fn output_failed(what: &str, error: &io::Error) -> Error {
     Error::Write { what: what.into(), reason: explain(error) }
 }
 
 /// Returns the error of a file, `what`, that cannot be written: a failure of the run if the disk is full; otherwise
 /// wrong input, such as a path that nobody may write to.
+#[doc(hidden)]
 pub fn unwritable(what: String, error: &io::Error) -> Error {
     let reason = explain(error);
     match error.kind() {
@@ -108,6 +112,7 @@ impl Limit {
 
 /// Describes why `what`, a thread or a process, could not be started. The text has the system's reason, this process's
 /// number of threads, the limits, and the remedy.
+#[doc(hidden)]
 pub fn not_started(what: &str, error: &io::Error) -> String {
     let told = format!("{what} cannot be started: {error}");
     match Errno::from_io_error(error) {
@@ -120,6 +125,7 @@ pub fn not_started(what: &str, error: &io::Error) -> String {
 }
 
 /// Returns the number of CPU cores that this process may use.
+#[doc(hidden)]
 pub fn cores() -> usize {
     thread::available_parallelism().map_or(1, usize::from)
 }

@@ -20,6 +20,7 @@ pub fn total_memory() -> Option<u64> {
 }
 
 /// Returns `bytes` as text, in gigabytes of 10^9 bytes.
+#[doc(hidden)]
 pub fn gigabytes(bytes: f64) -> String {
     format!("{:.1} GB", bytes / 1e9)
 }

@@ -132,6 +132,7 @@ unsafe fn restart(argv: *const *const c_char, variables: &[*const c_char]) {
 
 /// Restarts the program from `main` with a limit on spinning, as [`set_up_openmp`] does before it. No other thread may run.
 /// For a program without a `.preinit_array`.
+#[doc(hidden)]
 pub fn limit_spinning_in_main() {
     let is_set = |name: &[u8]| {
         let name = name.strip_suffix(b"=").unwrap_or(name);
@@ -149,6 +150,7 @@ pub fn limit_spinning_in_main() {
 }
 
 /// Returns a note for the user on the variable with which OpenMP binds threads, if [`set_up_openmp`] has left one out.
+#[doc(hidden)]
 pub fn binding_note() -> Option<String> {
     let name = std::env::var_os(LEFT_OUT)?;
     Some(format!(
@@ -160,6 +162,7 @@ pub fn binding_note() -> Option<String> {
 
 /// Returns whether the user started the dynamic linker with this program as its argument, as in `ld.so ddp-mp`. The
 /// process's executable is then the linker.
+#[doc(hidden)]
 pub fn is_run_by_linker() -> bool {
     // The kernel sets AT_BASE to the linker's address only if it loaded the linker for a program.
     // SAFETY: reads a number that the system has left in the process.

@@ -65,6 +65,7 @@ pub extern "C" fn hold_user_signals(
 }
 
 /// Blocks these signals in a program that did not do so before `main`.
+#[doc(hidden)]
 pub fn hold_signals_of_user() {
     // If the system refuses, the signals end the process, as in any program.
     let _ = mask(libc::SIG_BLOCK, &USER_SIGNALS);
@@ -78,6 +79,7 @@ pub fn release_user_signals() {
 /// Makes the kernel kill the process that `command` starts when this process ends for any reason. Also blocks the
 /// signals `held` in it until it calls `release_signals`. The thread that starts it must live until this process
 /// ends: the kernel treats the end of that thread as the end of the parent.
+#[doc(hidden)]
 pub fn tie_to_this_process(command: &mut Command, held: &'static [i32]) {
     let parent = getpid();
     let prepare = move || {
@@ -130,6 +132,7 @@ pub(super) fn mask(how: i32, signals: &[i32]) -> io::Result<()> {
 
 /// Waits until the child process `process` has ended, and leaves its status for the owner of its
 /// [`Child`].
+#[doc(hidden)]
 pub fn wait_for_end(process: u32) {
     let Some(pid) = i32::try_from(process).ok().and_then(Pid::from_raw) else { return };
     let ends = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;

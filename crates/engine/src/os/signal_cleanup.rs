@@ -109,6 +109,7 @@ fn watch() -> io::Result<()> {
 
 /// A folder that is removed in the end, also when SIGINT, SIGTERM or SIGHUP ends the process.
 #[derive(Debug)]
+#[doc(hidden)]
 pub struct TemporaryFolder {
     path: PathBuf,
     is_kept: bool,
@@ -127,6 +128,7 @@ impl TemporaryFolder {
     ///
     /// # Errors
     /// When the system refuses.
+    #[doc(hidden)]
     pub fn new() -> io::Result<Self> {
         Self::created_by(|| Ok(tempfile::tempdir()?.keep()))
     }
@@ -135,6 +137,7 @@ impl TemporaryFolder {
     ///
     /// # Errors
     /// Those of `create`, and when the system refuses.
+    #[doc(hidden)]
     pub fn created_by(create: impl FnOnce() -> io::Result<PathBuf>) -> io::Result<Self> {
         change(|cleanup| {
             let path = create()?;
@@ -147,6 +150,7 @@ impl TemporaryFolder {
     ///
     /// # Errors
     /// When the system refuses.
+    #[doc(hidden)]
     pub fn keep(mut self) -> io::Result<()> {
         self.is_kept = true;
         change(|cleanup| {
@@ -156,6 +160,7 @@ impl TemporaryFolder {
     }
 
     /// Returns the path of the folder.
+    #[doc(hidden)]
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -164,6 +169,7 @@ impl TemporaryFolder {
 /// A child process that ends with this process. Its stderr is a file: what the process has started may outlive it, and
 /// would keep a pipe open.
 #[derive(Debug)]
+#[doc(hidden)]
 pub struct TiedChild {
     /// `None` once it has been waited for.
     child: Option<Child>,
@@ -173,6 +179,7 @@ pub struct TiedChild {
 
 /// The end of a [`TiedChild`].
 #[derive(Debug)]
+#[doc(hidden)]
 pub struct Ended {
     /// How it has ended.
     pub status: ExitStatus,
@@ -195,6 +202,7 @@ impl TiedChild {
     ///
     /// # Errors
     /// When the system refuses.
+    #[doc(hidden)]
     pub fn spawn(command: &mut Command) -> io::Result<Self> {
         let stderr = tempfile::tempfile()?;
         command.stdin(Stdio::null()).stderr(stderr.try_clone()?);
@@ -211,6 +219,7 @@ impl TiedChild {
     ///
     /// # Errors
     /// When the system refuses.
+    #[doc(hidden)]
     pub fn wait(mut self) -> io::Result<Ended> {
         if let Some(child) = &self.child {
             wait_for_end(child.id());
@@ -231,6 +240,7 @@ impl TiedChild {
 }
 
 /// Returns the text of `file`, to which others may go on writing.
+#[doc(hidden)]
 pub fn text_in(file: &File) -> io::Result<String> {
     let mut bytes = vec![0; file.metadata()?.len() as usize];
     file.read_exact_at(&mut bytes, 0)?;

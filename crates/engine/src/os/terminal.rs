@@ -36,6 +36,7 @@ const LEAVE: &[u8] = b"\x1b[?1049l\x1b[?25h\x1b[m";
 const ENTER: &[u8] = b"\x1b[?1049h\x1b[?25l\x1b[2J";
 
 /// Returns why the screen cannot be used; `None` if it can.
+#[doc(hidden)]
 pub fn screen_problem() -> Option<&'static str> {
     if !io::stderr().is_terminal() {
         return Some("stderr is not a terminal");
@@ -61,6 +62,7 @@ fn parent_group() -> Option<Pid> {
 ///
 /// # Errors
 /// If the system refuses.
+#[doc(hidden)]
 pub fn enter_screen() -> io::Result<()> {
     // The user may have sent the process to the background since the screen was asked for.
     if let Some(problem) = screen_problem() {
@@ -82,12 +84,14 @@ pub fn enter_screen() -> io::Result<()> {
 }
 
 /// Returns whether this process is in the foreground of the terminal. True without job control, where nobody takes it.
+#[doc(hidden)]
 pub fn is_ours() -> bool {
     tcgetpgrp(stderr()).map_or(true, |owner| owner == getpgrp())
 }
 
 /// Brings the terminal back to normal, if the screen is entered and the terminal is still this process's. May be called in a
 /// signal handler.
+#[doc(hidden)]
 pub fn restore() {
     if SHOWN.swap(false, Ordering::SeqCst) && is_ours() {
         leave(TAKEN_FROM.swap(0, Ordering::SeqCst));
@@ -109,6 +113,7 @@ fn leave(owner: i32) {
 }
 
 /// Returns a message of the program as stderr shows it. If a system limit caused an error in it, the limit is explained.
+#[doc(hidden)]
 pub fn message(text: &str) -> String {
     format!("ddp-mp: {}\n", explain(text))
 }
@@ -187,6 +192,7 @@ pub(crate) fn end_at(signal: i32, ends: &Arc<AtomicBool>) -> io::Result<()> {
 
 /// Sends SIGINT as Ctrl-C does, which raw mode turns off: to this process, or to the parent process whose terminal it
 /// has taken, which passes it on.
+#[doc(hidden)]
 pub fn interrupt() {
     let parent = getppid().filter(|_| TAKEN_FROM.load(Ordering::SeqCst) != 0);
     let _ = kill_process(parent.unwrap_or_else(getpid), Signal::INT);

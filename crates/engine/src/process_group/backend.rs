@@ -40,6 +40,7 @@ pub(super) struct BackendType {
 
 /// The devices whose ranks a backend serves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[doc(hidden)]
 pub enum Devices {
     /// The CPU.
     Cpu,

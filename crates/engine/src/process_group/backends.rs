@@ -38,6 +38,7 @@ impl Backend {
     }
 
     /// Returns all backends.
+    #[doc(hidden)]
     pub fn all() -> impl Iterator<Item = Self> {
         Self::iter()
     }
@@ -58,6 +59,7 @@ impl Backend {
     }
 
     /// Returns the devices whose ranks the backend serves.
+    #[doc(hidden)]
     pub fn devices(self) -> Devices {
         self.entry().devices
     }
@@ -112,6 +114,7 @@ impl Backend {
     ///
     /// # Errors
     /// [`Error::Input`] that says how to install it.
+    #[doc(hidden)]
     pub fn check_library(self) -> Result<()> {
         (self.entry().check_library)()
     }
@@ -126,6 +129,7 @@ impl Backend {
     }
 
     /// Checks that the backend supports `operation` with `op` on tensors of `kind`.
+    #[doc(hidden)]
     pub fn check_reduction(self, operation: Operation, op: ReduceOp, kind: Kind) -> Result<()> {
         op.check_kind(operation, kind)?;
         (self.entry().check_reduction)(operation, op, kind)

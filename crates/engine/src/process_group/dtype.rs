@@ -82,6 +82,7 @@ pub(super) fn plain_kind(name: &str) -> Option<Kind> {
 }
 
 /// Returns the size of `numel` elements of `kind`, in bytes.
+#[doc(hidden)]
 pub fn num_bytes(kind: Kind, numel: usize) -> usize {
     kind.elt_size_in_bytes() * numel
 }

@@ -62,6 +62,7 @@ struct Mark {
 
 /// The GPU's times for the work that one rank has launched, in seconds.
 #[derive(Debug, Default, Clone, Copy)]
+#[doc(hidden)]
 pub struct GpuSeconds {
     /// The time of the phases, and of the collectives that they waited for.
     pub phases: PhaseSeconds,

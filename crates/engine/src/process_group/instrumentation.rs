@@ -128,18 +128,21 @@ impl ProcessGroup {
 
     /// Returns this rank's time in each phase so far, in seconds; the time of its GPU, where the rank only launches
     /// work. Ranks that share a GPU also share a stream, so their work cannot be told apart. Not a collective.
+    #[doc(hidden)]
     pub fn phase_seconds(&self) -> PhaseSeconds {
         let on_gpu = self.gpu_seconds().filter(|_| self.is_stream_ordered());
         on_gpu.map_or(self.host_phase_seconds(), |gpu| gpu.phases)
     }
 
     /// Returns the time of this rank itself in each phase so far, in seconds. Not a collective.
+    #[doc(hidden)]
     pub fn host_phase_seconds(&self) -> PhaseSeconds {
         self.phase_tracker.seconds.get()
     }
 
     /// Returns the GPU's time for the work that this rank has launched, in seconds; `None` without a GPU. Not a
     /// collective.
+    #[doc(hidden)]
     pub fn gpu_seconds(&self) -> Option<GpuSeconds> {
         self.note_gpu();
         self.gpu_clock.borrow().as_ref().map(|clock| clock.times)
@@ -175,6 +178,7 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// The errors of `RunContext::poll`.
+    #[doc(hidden)]
     pub fn wait_for_gpu(&self) -> Result<()> {
         self.run().poll(self.global_rank(), || {
             self.note_gpu();
@@ -192,6 +196,7 @@ impl ProcessGroup {
 
     /// Records that this rank begins `phase` of training step `step`. Not a collective.
     #[track_caller]
+    #[doc(hidden)]
     pub fn enter_phase(&self, phase: Operation, step: u64) {
         let at = OpId { operation: phase, sequence: step };
         self.begin_phase(OpStart::alone(at, Location::caller()));

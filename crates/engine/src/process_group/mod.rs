@@ -179,6 +179,7 @@ impl ProcessGroup {
     }
 
     /// Returns whether collectives run on a GPU stream, in its order, and not while the rank waits.
+    #[doc(hidden)]
     pub fn is_stream_ordered(&self) -> bool {
         self.common.backend.entry().is_stream_ordered
     }
@@ -210,12 +211,14 @@ impl ProcessGroup {
 
     /// Copies `tensor` to this rank's device, once all launched work is done. The copy blocks in libtorch until all that
     /// was launched before it has ended, and no failure of another rank would end that wait.
+    #[doc(hidden)]
     pub fn to_device(&self, tensor: &Tensor) -> Result<Tensor> {
         self.await_launched()?;
         tensor.f_to_device(self.device()).doing("copying to the device")
     }
 
     /// Copies `tensor` to the host, once all launched work is done.
+    #[doc(hidden)]
     pub fn to_host(&self, tensor: &Tensor) -> Result<Tensor> {
         self.await_launched()?;
         tensor.f_to_device(Device::Cpu).doing("copying to the host")
@@ -223,6 +226,7 @@ impl ProcessGroup {
 
     /// With `nccl`, waits for the launched work. With other backends, a call that has returned is done, and queued
     /// operations need no wait.
+    #[doc(hidden)]
     pub fn await_launched(&self) -> Result<()> {
         if self.is_stream_ordered() { self.synchronize() } else { Ok(()) }
     }
@@ -233,6 +237,7 @@ impl ProcessGroup {
     }
 
     /// Returns how the processes of a CPU group exchange tensors: shared memory, TCP, or both. `None` for other groups.
+    #[doc(hidden)]
     pub fn transport(&self) -> Option<&'static str> {
         let network = self.common.network.as_ref().filter(|_| !self.is_stream_ordered())?;
         Some(match (network.on_host(), network.map.len()) {
@@ -243,6 +248,7 @@ impl ProcessGroup {
     }
 
     /// Returns whether tensors cross a network, or a simulated one, and not only memory that the ranks share.
+    #[doc(hidden)]
     pub fn uses_network(&self) -> bool {
         let network = self.common.network.as_ref();
         network.is_some_and(|network| network.map.len() > 1) || self.simulated_cluster().is_some()

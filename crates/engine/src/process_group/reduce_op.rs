@@ -60,6 +60,7 @@ impl FromStr for ReduceOp {
 
 impl ReduceOp {
     /// Checks that `operation` can reduce tensors of `kind` with this op.
+    #[doc(hidden)]
     pub fn check_kind(self, operation: Operation, kind: Kind) -> Result<()> {
         use Kind::{BFloat16, Bool, Double, Float, Half, Int, Int8, Int16, Int64, Uint8};
         let is_bitwise = matches!(self, ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor);

@@ -89,6 +89,7 @@ impl<M: Forward> Trainer<M> {
 
     /// Adds a callback that replaces the batches of each step. It runs before all others.
     #[must_use]
+    #[doc(hidden)]
     pub fn replace_batches(self, callback: impl Callback<M> + 'static) -> Self {
         self.with(Order::Batches, callback)
     }
@@ -193,6 +194,7 @@ impl<M: Forward> Trainer<M> {
     }
 
     /// Sets the data files, whose hashes checkpoints save: [`TrainerState::data_files`].
+    #[doc(hidden)]
     pub fn data_files(mut self, files: Vec<DataFile>) -> Self {
         self.context.state.data_files = files;
         self
@@ -253,6 +255,7 @@ impl<M: Forward> Trainer<M> {
 
     /// Returns whether steps may be skipped because they are not finite. The averaged gradients decide it, so all ranks must
     /// have the same then.
+    #[doc(hidden)]
     pub fn counts_skipped_steps(&self) -> bool {
         self.context.counts_skipped_steps()
     }

@@ -105,16 +105,19 @@ impl Criterion {
     }
 
     /// Returns whether the loss is a closure of the user.
+    #[doc(hidden)]
     pub fn has_own_loss(&self) -> bool {
         matches!(self.loss, LossFunction::Own(_))
     }
 
     /// Returns whether there are metrics besides the loss.
+    #[doc(hidden)]
     pub fn has_metrics(&self) -> bool {
         !self.metrics.is_empty()
     }
 
     /// Returns these metrics and this count with the loss of `other`.
+    #[doc(hidden)]
     pub fn with_loss_of(self, other: Self) -> Self {
         Self { loss: other.loss, ..self }
     }

@@ -38,6 +38,7 @@ pub struct TrainerOptions {
 impl TrainerOptions {
     /// Returns these options for a run of `steps` steps that are measured or compared: without those that only a whole
     /// training run has.
+    #[doc(hidden)]
     pub fn for_steps(self, steps: u64) -> Self {
         Self {
             max_steps: Some(steps),

@@ -56,27 +56,32 @@ impl DatasetSpec {
     }
 
     /// Returns whether the targets are known to be classes.
+    #[doc(hidden)]
     pub fn has_classes(&self) -> bool {
         self.format.has_classes
     }
 
     /// Returns the file of a text; `None` for other formats.
+    #[doc(hidden)]
     pub fn text_file(&self) -> Option<&Path> {
         (*self.format == TEXT).then(|| Path::new(&self.location))
     }
 
     /// Returns the files that may be read.
+    #[doc(hidden)]
     pub fn files(&self) -> Vec<PathBuf> {
         self.format.files(&self.location)
     }
 
     /// Returns this data set with `change` applied to each of its paths.
+    #[doc(hidden)]
     pub fn with_paths<E>(&self, change: impl Fn(&str) -> Result<String, E>) -> Result<Self, E> {
         let paths = self.format.paths(&self.location).into_iter().map(change);
         Ok(Self { location: paths.collect::<Result<Vec<_>, E>>()?.join(","), ..*self })
     }
 
     /// Returns the format, and the names of the files without their folders.
+    #[doc(hidden)]
     pub fn names(&self) -> String {
         let name = |path: &str| {
             let name = Path::new(path).file_name().unwrap_or(path.as_ref());
@@ -90,6 +95,7 @@ impl DatasetSpec {
     ///
     /// # Errors
     /// [`Error::Input`] that names the file that cannot be read.
+    #[doc(hidden)]
     pub fn data_files(&self) -> Result<Vec<DataFile>> {
         let files = self.files().into_iter();
         let files = files.filter(|file| file.metadata().is_ok_and(|file| file.len() > 0));
@@ -101,6 +107,7 @@ impl DatasetSpec {
     }
 
     /// Returns whether there may be validation samples in files of their own.
+    #[doc(hidden)]
     pub fn may_have_validation(&self) -> bool {
         self.format.folder.is_some()
     }

@@ -268,6 +268,7 @@ impl Launch {
     }
 
     /// Returns which process of which launcher this is, for a message.
+    #[doc(hidden)]
     pub fn this_process(&self) -> String {
         let Self { processes, kind, reason, .. } = self;
         format!("process {} of {} ({}: {reason})", processes.index, processes.count, kind.name())

@@ -12,6 +12,7 @@ use crate::runtime::RankFailure;
 
 /// The error of a child process, which only its parent process prints.
 #[derive(Debug, Clone, Serialize, Deserialize)]
+#[doc(hidden)]
 pub struct ChildError {
     /// The text for the user.
     pub text: String,
@@ -25,6 +26,7 @@ pub struct ChildError {
 
 /// What failed in a child process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
+#[doc(hidden)]
 pub enum ErrorKind {
     /// The check of its input.
     WrongInput,
@@ -38,11 +40,13 @@ pub enum ErrorKind {
 
 impl ChildError {
     /// Creates the error of a failure that is the first at its position.
+    #[doc(hidden)]
     pub fn new(text: String, kind: ErrorKind) -> Self {
         Self { text, kind, repeated: None }
     }
 
     /// Returns the failure of the ranks, if they have failed.
+    #[doc(hidden)]
     pub fn failure(&self) -> Option<&RankFailure> {
         match &self.kind {
             ErrorKind::Ranks(failure) => Some(failure),
@@ -51,6 +55,7 @@ impl ChildError {
     }
 
     /// Returns `rank 1 failed again in step #12` if the failure before was there as well; else `None`.
+    #[doc(hidden)]
     pub fn again(&self) -> Option<String> {
         self.repeated.and(self.failure()?.again())
     }
@@ -59,6 +64,7 @@ impl ChildError {
     ///
     /// # Errors
     /// [`Error::Store`](crate::Error::Store) when the parent process does not answer.
+    #[doc(hidden)]
     pub fn leave(&self, parent: &MasterEndpoint, start: usize, rank: usize) -> Result<()> {
         let store = restarts::connect(parent)?.under(&store_prefix(start));
         let key = key(rank);
@@ -67,11 +73,13 @@ impl ChildError {
     }
 
     /// Returns whether `store`, which holds the errors of one start, has one of process `rank`.
+    #[doc(hidden)]
     pub fn is_in(store: &TcpStore, rank: usize) -> Result<bool> {
         store.check(&key(rank))
     }
 
     /// Reads the error of process `rank`. `None` if there is none.
+    #[doc(hidden)]
     pub fn read(store: &TcpStore, rank: usize) -> Option<Self> {
         let key = key(rank);
         let text = store.get(&key, Duration::ZERO).ok()??;

@@ -52,6 +52,7 @@ fn refuses_input(status: ExitStatus) -> bool {
 
 /// The outcome of all the processes.
 #[derive(Debug)]
+#[doc(hidden)]
 pub enum ProcessesEnd {
     /// All trained to the end, or stopped because of this reason.
     Well(Option<StopReason>),
@@ -74,6 +75,7 @@ pub enum SpawnChoice {
 
 /// The processes to start.
 #[derive(Debug)]
+#[doc(hidden)]
 pub enum Children<'a> {
     /// One process for each rank of this placement.
     Ranks(&'a Placement),
@@ -88,6 +90,7 @@ pub enum Children<'a> {
 /// whatever reason, the system kills them. Each is in a process group of its own: Ctrl-C reaches only this process,
 /// which forwards it.
 #[derive(Debug)]
+#[doc(hidden)]
 pub struct SpawnProcesses<'a> {
     /// The processes to start.
     pub children: Children<'a>,
@@ -110,6 +113,7 @@ impl SpawnProcesses<'_> {
     ///
     /// # Errors
     /// [`Error::Store`] when the store cannot be served, [`Error::Input`] when processes cannot be started.
+    #[doc(hidden)]
     pub fn run(&self, before_restart: impl Fn(usize, &ChildError)) -> Result<ProcessesEnd> {
         require_files(files_of_store(self.count()), "serving a store to the ranks")?;
         let lent = self.lends_terminal.then(LentTerminal::new).flatten();
@@ -196,6 +200,7 @@ impl SpawnProcesses<'_> {
 }
 
 /// Describes how a process has ended, as what is to stand after its name.
+#[doc(hidden)]
 pub fn how_ended(status: ExitStatus) -> String {
     match (status.signal(), status.code()) {
         (Some(signal), _) => {
@@ -217,6 +222,7 @@ fn asks_to_stop(signal: i32) -> bool {
 
 /// Returns a command that starts this program, without arguments. If the file has been replaced or removed since,
 /// the command starts the file that this process runs.
+#[doc(hidden)]
 pub fn this_program() -> io::Result<Command> {
     let file = env::current_exe()?;
     let mut command =

@@ -251,12 +251,14 @@ impl Spawn {
     }
 
     /// Tells these observers what happens, and no others.
+    #[doc(hidden)]
     pub fn observers(self, observers: Observers) -> Self {
         Self { observers, ..self }
     }
 
     /// Lets signals that set `stop` end a run whose ranks hang, and the time for which this process serves the store to
     /// others.
+    #[doc(hidden)]
     pub fn stop_request(self, stop: Arc<StopRequest>) -> Self {
         Self { stop: Some(stop), ..self }
     }

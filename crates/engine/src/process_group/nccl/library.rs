@@ -22,6 +22,7 @@ use crate::os::shared_memory::memory_file;
 
 /// The NCCL that this process uses.
 #[derive(Debug, Clone)]
+#[doc(hidden)]
 pub struct NcclLibrary {
     /// The version, such as `2.29.7`.
     pub version: String,
@@ -34,6 +35,7 @@ pub struct NcclLibrary {
 ///
 /// # Errors
 /// [`Error::Input`] if it lacks functions.
+#[doc(hidden)]
 pub fn find() -> Result<Option<NcclLibrary>> {
     if !is_present() {
         return Ok(None);
@@ -90,6 +92,7 @@ pub(super) fn check_shared_gpu(between_processes: bool) -> Result<()> {
 }
 
 /// Returns the host that NCCL takes this process to be on, if `NCCL_HOSTID` names one.
+#[doc(hidden)]
 pub fn host_id() -> Option<String> {
     setting("NCCL_HOSTID").map(|(value, _)| value).filter(|host| !host.is_empty())
 }

@@ -29,6 +29,7 @@ impl<M> Callback<M> for ReplicaCheck {
 ///
 /// # Errors
 /// [`Error::ReplicasDiverged`], on all ranks alike.
+#[doc(hidden)]
 pub fn compare_replicas<M>(
     ddp: &DistributedDataParallel<M>,
     buffers: bool,
