@@ -106,7 +106,7 @@
 //! | `main` | what must run before the library, and the call of `app` |
 //! | [`app`] | a program: what it brings itself, its command line with help and mistakes, and its exit code |
 //! | [`commands`] | `train` puts the pieces together; `comm`, `bench`, `verify`, `sample`, `sampler`, `diff`, `bisect`, `env`, `lesson`, `new`, `completions` |
-//! | `session` | what commands share: joining the launch, where a run starts, its files, its summary |
+//! | `session` | what commands share: joining the launch, where a run starts, its views, its summary |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
 //! | [`views`] | what a person sees of a run, made of its events: text, JSON, metrics, traces, reports |
 //! | [`launch`] | a thread for each rank; how they meet and how they fail, in one process or several |
@@ -139,7 +139,7 @@
 //! * Decisions are collective. Rank 0 decides when to stop, and every rank stops after that step. A callback that decides
 //!   for all decides from what is equal on all ranks, such as an epoch's loss.
 //! * Rank 0 writes checkpoints and metrics. stdout carries results, stderr the rest, and only `views` prints. The engine, which
-//!   is `launch` and all below it, names no view.
+//!   is `launch` and all below it, names no view, and writes only messages that nobody takes, to stderr.
 //! * No global state but the handlers of signals and panics, the lock of libtorch's generator, and kept memory. The
 //!   group, the configuration and the printer are passed on.
 //! * `unsafe` has three places: `ffi`, `os` and the folders of `process_group`. Each block says why it is sound.

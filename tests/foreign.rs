@@ -193,3 +193,28 @@ fn parts_left_by_a_killed_run_are_removed() {
     names.sort();
     assert_eq!(names, [".lock", "latest", "notes", "step-00000004"]);
 }
+
+/// A run is refused as a whole: whoever corrects the flag finds everything as it was.
+#[test]
+fn refused_output_leaves_nothing_of_the_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    fs::write(at("foreign"), "of others\n").unwrap();
+    let (good, foreign) = (at("new"), at("foreign"));
+    for [refused, other] in [
+        ["--trace", "--record"],
+        ["--trace", "--checkpoint-dir"],
+        ["--report", "--checkpoint-dir"],
+        ["--prometheus", "--tensorboard"],
+        ["--metrics", "--tensorboard"],
+        ["--metrics", "--checkpoint-dir"],
+        ["--tensorboard", "--trace"],
+    ] {
+        let args = ["--nproc-per-node=1", refused, &foreign, other, &good];
+        let stderr = run_refused(&args);
+        assert!(stderr.contains(refused), "{stderr}");
+        let names: Vec<_> = fs::read_dir(folder.path()).unwrap().collect();
+        assert_eq!(names.len(), 1, "{refused} {other}: {names:?}");
+    }
+    assert_eq!(fs::read_to_string(&foreign).unwrap(), "of others\n");
+}

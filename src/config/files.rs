@@ -14,8 +14,7 @@ use super::{Config, Invalid, flag_name};
 use engine::checkpoint::{CheckpointDir, is_used};
 use engine::data::DatasetSpec;
 use engine::error::{Error, Result, Shown};
-use engine::files::process_path;
-use engine::files::{Place, expand_home};
+use engine::files::{Place, expand_home, process_path};
 use engine::launch::SpawnChoice;
 
 /// The use of a path in a run.

@@ -1,6 +1,6 @@
 //! What commands share: joining the launch, the data, where a run starts, its views, and its summary.
 //!
-//! [`Session`] is a run of training in one process, from joining the launch to the files that it leaves.
+//! [`Session`] is a run of training in one process, from joining the launch to the end of its views.
 
 mod checked_placement;
 mod configured_launch;
@@ -130,13 +130,15 @@ impl Session {
         let views = joined_launch.before_ranks(|| {
             config.validate_files(joined_launch.process()[1])?;
             check_kept(&config, &joined_launch)?;
-            if joined_launch.is_first() {
+            let is_first = joined_launch.is_first();
+            if is_first {
                 check_metrics(&config)?;
-                start_point.open_folder(&config)?;
             }
             let backend = &backend(&config, &joined_launch);
-            let (joined_launch, data, stop) = (&joined_launch, &data, &stop);
-            Views::open(&Opening { config: &config, joined_launch, data, backend, stop, printer })
+            let (config, joined_launch, data, stop) = (&config, &joined_launch, &data, &stop);
+            let opening = Opening { config, joined_launch, data, backend, stop, printer };
+            let open_folder = || if is_first { start_point.open_folder(config) } else { Ok(()) };
+            Views::open(&opening, open_folder)
         })?;
         let session = Self {
             observers: views.observers(printer),

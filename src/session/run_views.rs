@@ -32,37 +32,41 @@ pub(super) struct Opening<'a> {
 pub(crate) struct Views(Vec<Arc<dyn View>>);
 
 impl Views {
-    /// Opens all views that the options ask for. What is the same for all ranks is in the process of rank 0 alone.
+    /// Opens all views that the options ask for. What is the same for all ranks is in the process of rank 0 alone. Calls
+    /// `open_folder` when all files have been checked that need not exist before the end: nothing is left if one is refused.
     ///
     /// # Errors
-    /// [`Error::Input`] if a file cannot be written.
-    pub(super) fn open(run: &Opening<'_>) -> Result<Self> {
+    /// [`Error::Input`] if a file cannot be written, and those of `open_folder`.
+    pub(super) fn open(
+        run: &Opening<'_>,
+        open_folder: impl FnOnce() -> Result<()>,
+    ) -> Result<Self> {
         let (output, process) = (&run.config.output, run.joined_launch.process());
         let is_first = run.joined_launch.is_first();
         let here = |path: &Option<PathBuf>| path.clone().filter(|_| is_first);
         let (continues, printer) = (continues(run.config, run.joined_launch), run.printer);
-        let views = [
-            opened("--record", output.record.clone(), |path| {
-                let record = Record::open(&process_path(path, process), continues)?;
-                Ok(record.note_to(run.printer_of_rank_0(), run.record_note(path)))
-            })?,
-            opened("--trace", output.trace.clone(), |path| {
-                Ok(Trace::open(path, process)?.note_to(run.printer_of_rank_0()))
-            })?,
-            opened("--report", here(&output.report), |path| {
-                let facts = report_facts(run).map_err(io::Error::other)?;
-                Report::open(path, facts, printer.clone())
-            })?,
-            opened("--metrics", here(&output.metrics), Metrics::open)?,
-            opened("--tensorboard", here(&output.tensorboard), |path| {
-                TensorBoard::create(path, continues)
-            })?,
-            opened("--prometheus", here(&output.prometheus), |path| {
-                Prometheus::new(path, run.facts())
-            })?,
-            shown(output.explain && is_first, || run.explanation()),
-            shown(printer.shows_live && is_first, || run.live()),
-        ];
+        let trace = opened("--trace", output.trace.clone(), |path| {
+            Ok(Trace::open(path, process)?.note_to(run.printer_of_rank_0()))
+        })?;
+        let report = opened("--report", here(&output.report), |path| {
+            let facts = report_facts(run).map_err(io::Error::other)?;
+            Report::open(path, facts, printer.clone())
+        })?;
+        let prometheus = opened("--prometheus", here(&output.prometheus), |path| {
+            Prometheus::new(path, run.facts())
+        })?;
+        open_folder()?;
+        let record = opened("--record", output.record.clone(), |path| {
+            let record = Record::open(&process_path(path, process), continues)?;
+            Ok(record.note_to(run.printer_of_rank_0(), run.record_note(path)))
+        })?;
+        let metrics = opened("--metrics", here(&output.metrics), Metrics::open)?;
+        let tensorboard = opened("--tensorboard", here(&output.tensorboard), |path| {
+            TensorBoard::create(path, continues)
+        })?;
+        let explain = shown(output.explain && is_first, || run.explanation());
+        let live = shown(printer.shows_live && is_first, || run.live());
+        let views = [record, trace, report, metrics, tensorboard, prometheus, explain, live];
         Ok(Self(views.into_iter().flatten().collect()))
     }
 
@@ -83,8 +87,8 @@ impl Views {
         let mut finished = Ok(());
         for view in &self.0 {
             let done = view.finish(&outcome);
-            if done.is_err() {
-                outcome.kind = RunState::Failed;
+            if let Err(error) = &done {
+                outcome = Outcome { kind: RunState::Failed, text: error.to_string() };
             }
             finished = finished.and(done);
         }

@@ -62,7 +62,7 @@ def threads(program, folder, size):
         terminal.resize(*size)
         terminal.keys("s")
         assert terminal.exit_code() == 0
-        terminal.wait_for(r"stopped by key after \d+ steps")
+        terminal.wait_for(r"stopped by key press after \d+ steps")
         check_terminal(terminal)
 
 

@@ -1,8 +1,8 @@
-//! What a person sees of a run. Each view is a folder with a type that is opened before any rank starts, is told the events
-//! of the run as an [`Observer`], and is finished after the ranks have ended.
+//! What a person sees of a run. Each [`View`] is a folder with a type that is opened before any rank starts, is told the
+//! events of the run as an [`Observer`], and is finished after the ranks have ended.
 //!
-//! [`Printer`] alone writes to the terminal: stdout carries results, text for people or one JSON object per line, and stderr
-//! the rest.
+//! [`Printer`] observes a run, too, and prints for all: stdout carries results, text for people or one JSON object per line,
+//! and stderr the rest. The live view draws on the terminal, and lends it back to the printer.
 
 mod columns;
 mod explain;
@@ -49,7 +49,10 @@ pub trait View: Observer {
     ///
     /// # Errors
     /// [`Error::Write`](engine::Error::Write).
-    fn finish(&self, outcome: &Outcome) -> Result<()>;
+    #[allow(unused_variables)]
+    fn finish(&self, outcome: &Outcome) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// How a run ended.

@@ -11,8 +11,7 @@ use engine::error::{Error, Result, Shown};
 use engine::events::{
     FINGERPRINT_FORMAT, Fingerprint, FingerprintedRun, StepFingerprint, StepOfRank,
 };
-use engine::files::process_path;
-use engine::files::{RECOGNIZED_BY, mistaken, open_regular};
+use engine::files::{RECOGNIZED_BY, mistaken, open_regular, process_path};
 use engine::os::limits::explain;
 
 /// The lines of a step, by rank.

@@ -37,7 +37,7 @@ pub use straggler::{Straggler, find_straggler};
 #[derive(Debug, Clone, Serialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum Event {
-    /// The ranks have connected.
+    /// The ranks have connected. Told by the program, as [`Event::End`] and [`Event::Failure`].
     Start(Start),
     /// Rank 0 begins to train, or goes on after a resume.
     Training(TrainingStart),

@@ -48,7 +48,7 @@ use crate::os::terminal::write_to_stderr;
 /// # }
 /// ```
 ///
-/// A closure that takes an `&Event` observes, too, and gets the notes and warnings.
+/// A closure that takes an `&Event` observes, too.
 pub trait Observer: Send + Sync {
     /// Returns what this observer needs of what is told only if somebody wants it.
     fn wants(&self) -> Wants {
@@ -58,7 +58,8 @@ pub trait Observer: Send + Sync {
     /// Takes an event.
     ///
     /// # Errors
-    /// An error fails the rank that has told the event. Where no rank has, it is lost: keep it.
+    /// An error fails the rank that has told the event. It is lost where no rank has, and of a note, a warning and the
+    /// fingerprint of a step that has failed.
     fn event(&self, event: &Event) -> anyhow::Result<()>;
 
     /// Takes the ranks, which are about to start, to ask what each does until [`Event::Ended`].
@@ -81,10 +82,6 @@ impl<T: Observer + ?Sized> Observer for Arc<T> {
 }
 
 impl<F: Fn(&Event) + Send + Sync> Observer for F {
-    fn wants(&self) -> Wants {
-        Wants { messages: true, ..Wants::default() }
-    }
-
     fn event(&self, event: &Event) -> anyhow::Result<()> {
         self(event);
         Ok(())
@@ -94,7 +91,7 @@ impl<F: Fn(&Event) + Send + Sync> Observer for F {
 /// What is told only if somebody wants it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Wants {
-    /// Notes and warnings. If nobody wants them, they go to stderr.
+    /// Notes and warnings, instead of stderr.
     pub messages: bool,
     /// [`Event::Metrics`], for which all ranks reduce their numbers.
     pub metrics: bool,
@@ -118,6 +115,7 @@ impl fmt::Debug for Observers {
 
 impl Observers {
     /// Adds an observer behind those that there are.
+    #[doc(hidden)] // all ranks of a process need the same observers: those of `Spawn::observe`
     pub fn add(&mut self, observer: Arc<dyn Observer>) {
         self.0.push(observer);
     }
@@ -199,9 +197,16 @@ mod tests {
         both.iter().for_each(|observer| observers.add(observer.clone()));
         let step = Event::Step { step: 1, steps: 2 };
         assert_eq!(observers.tell(&step).unwrap_err().to_string(), "disk full");
-        observers.add(Arc::new(|_: &Event| {}));
-        assert_eq!(observers.wants(), Wants { messages: true, ..Wants::default() });
+        let notes = Arc::new(Mutex::new(Vec::new()));
+        let taken = notes.clone();
+        observers.add(Arc::new(move |event: &Event| {
+            if let Event::Note { text } = event {
+                taken.lock().push(text.clone());
+            }
+        }));
+        assert_eq!(observers.wants(), Wants::default());
         observers.note("a note");
+        assert_eq!(*notes.lock(), ["a note"]);
         for observer in both {
             assert_eq!(*observer.0.lock(), ["step", "note"]);
         }

@@ -120,7 +120,7 @@ pub struct End {
     /// The validation with the smallest loss; `None` without validation.
     pub best: Option<ValidationMetrics>,
     /// Why the run ended before its last epoch: `SIGINT`, `SIGTERM`, `SIGHUP`, `SIGUSR1`, `max-seconds`, `max-steps`,
-    /// `patience`, `key`, `callback`. `None` if it did not.
+    /// `patience`, `key press`, `callback`. `None` if it did not.
     pub stopped: Option<&'static str>,
     /// Reasons for the restarts by `--max-restarts`, the first one first.
     #[serde(skip_serializing_if = "Vec::is_empty")]

@@ -35,7 +35,7 @@ pub enum StopReason {
     #[strum(to_string = "patience")]
     NoProgress,
     /// A key that the user has pressed.
-    #[strum(to_string = "key")]
+    #[strum(to_string = "key press")]
     Key,
     /// A callback of the trainer asked for it.
     #[strum(to_string = "callback")]

@@ -202,7 +202,7 @@ impl<M: Forward> Trainer<M> {
 
     /// Tells `observers` what happens: the start, each step, metrics after every `every` steps of an epoch (at least 1), at
     /// its end and that of the run, each epoch and each validation. Call on all ranks alike, because they reduce their
-    /// metrics if an observer of rank 0 wants them. [`Rank::observers`](crate::Rank::observers) has those of the run.
+    /// metrics if an observer of rank 0 wants them. `observers` are those of [`Rank::observers`](crate::Rank::observers).
     #[must_use]
     pub fn observe(mut self, observers: Observers, every: u64) -> Self {
         self.context.observers = observers;

@@ -7,8 +7,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::{Language, Outcome, Printer, View};
-use engine::error::Result;
+use super::{Language, Printer, View};
 use engine::events::{Event, Observer, Probe, ProbedStep, RankStep};
 use engine::optim::OptimizerLayout;
 pub use layout::{indices, paragraph, table};
@@ -71,18 +70,18 @@ impl Explain {
 
 impl Observer for Explain {
     fn event(&self, event: &Event) -> anyhow::Result<()> {
-        let mut explainer = self.explainer.lock();
+        let explainer = || self.explainer.lock();
         let sections = match event {
             Event::Start(start) => {
-                explainer.parameters = start.parameters;
+                explainer().parameters = start.parameters;
                 Vec::new()
             }
             Event::Probe(Probe::Begin { hashes, epoch, resumed }) => {
-                explainer.begin(hashes, *epoch, *resumed)
+                explainer().begin(hashes, *epoch, *resumed)
             }
-            Event::Probe(Probe::Step(step)) if step.index == 0 => explainer.first_step(step),
-            Event::Probe(Probe::Step(step)) => explainer.second_step(step),
-            Event::Probe(Probe::End { steps, hashes }) => explainer.end(*steps, hashes),
+            Event::Probe(Probe::Step(step)) if step.index == 0 => explainer().first_step(step),
+            Event::Probe(Probe::Step(step)) => explainer().second_step(step),
+            Event::Probe(Probe::End { steps, hashes }) => explainer().end(*steps, hashes),
             _ => Vec::new(),
         };
         sections.iter().for_each(|section| self.printer.report(section));
@@ -90,11 +89,7 @@ impl Observer for Explain {
     }
 }
 
-impl View for Explain {
-    fn finish(&self, _: &Outcome) -> Result<()> {
-        Ok(()) // each section has been printed
-    }
-}
+impl View for Explain {}
 
 /// What makes the sections of the explanation.
 #[derive(Debug)]

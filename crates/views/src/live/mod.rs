@@ -47,6 +47,7 @@ impl Observer for Live {
     }
 
     fn watch(&self, ranks: &Arc<RanksActivity>) {
+        drop(self.screen.lock().take()); // that of an earlier run
         let opened = LiveScreen::open(&self.printer, &self.title, ranks, &self.stop);
         *self.screen.lock() = match opened {
             Ok(screen) => Some(screen),
@@ -59,7 +60,7 @@ impl Observer for Live {
 
     fn event(&self, event: &Event) -> anyhow::Result<()> {
         let screen = self.screen.lock();
-        let Some(screen) = &*screen else { return Ok(()) };
+        let Some(screen) = screen.as_ref().filter(|screen| screen.is_open()) else { return Ok(()) };
         match event {
             Event::Training(training) => screen.feed.lock().steps = Some(training.steps),
             Event::Metrics(metrics) => screen.feed.lock().points.push(metrics.clone()),

@@ -83,6 +83,11 @@ impl LiveScreen {
         Ok(Self { printer: printer.clone(), ranks: ranks.clone(), feed, last, closes, thread })
     }
 
+    /// Returns whether the screen is still drawn.
+    pub(super) fn is_open(&self) -> bool {
+        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
+    }
+
     /// Shows from now on how the ranks have ended.
     pub(crate) fn end_ranks(&self) {
         let _ = self.last.set(self.ranks.snapshot());

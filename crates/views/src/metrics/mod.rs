@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::json_lines::JsonLines;
-use super::{Outcome, View};
+use super::View;
 use engine::error::{Result, Shown};
 use engine::events::{Event, Observer, Wants};
 use engine::files::{LinesBefore, lines_before};
@@ -75,11 +75,7 @@ impl Observer for Metrics {
     }
 }
 
-impl View for Metrics {
-    fn finish(&self, _: &Outcome) -> Result<()> {
-        Ok(()) // every row has been written
-    }
-}
+impl View for Metrics {}
 
 /// Returns the number of the start that wrote the last row; 0 if there is none.
 fn last_run(lines: Option<&LinesBefore>) -> io::Result<u64> {

@@ -107,6 +107,7 @@ impl Printer {
             Event::Step { step, steps } => self.step(*step, *steps),
             Event::Metrics(metrics) => self.show_metrics(metrics),
             Event::Epoch(epoch) => return self.epoch(epoch.clone()),
+            Event::Ended { .. } => self.end_progress(),
             Event::Start(start) if is_text && !start.is_known => {
                 return self.line(&format!("GPU_Count: {}", start.gpu_count));
             }
@@ -328,18 +329,14 @@ impl Printer {
 
     /// Returns whether a bar is to show progress: if stderr is a terminal, and results are text for people.
     fn shows_bar(&self) -> bool {
-        !self.is_quiet
-            && !self.shows_live
-            && self.format == LogFormat::Text
-            && io::stderr().is_terminal()
+        !self.is_quiet && self.format == LogFormat::Text && io::stderr().is_terminal()
     }
 
     /// Begins to show progress: by a bar, where there is one.
     fn start_progress(&self, training: &TrainingStart) {
-        let has_bar = self.shows_bar();
-        *self.progress.lock() = ProgressClock::new(training.step, has_bar || self.shows_live);
+        *self.progress.lock() = ProgressClock::new(training.step);
         let mut display = self.display.lock();
-        if has_bar && matches!(*display, Display::Nothing) {
+        if !matches!(*display, Display::Live(_)) && self.shows_bar() {
             let bar = Progress::new(training.steps, training.step);
             *display = bar.map_or(Display::Nothing, Display::Progress);
         }
@@ -355,12 +352,17 @@ impl Printer {
     /// Shows now and then that `step` of `steps` steps have been made: in the progress bar, or as a note where nothing shows
     /// progress.
     fn step(&self, step: u64, steps: u64) {
-        let Some(left) = self.progress.lock().time_left(step, steps) else { return };
-        match &mut *self.display.lock() {
+        let mut clock = self.progress.lock();
+        let Some(elapsed) = clock.due() else { return };
+        let mut display = self.display.lock();
+        clock.set_next(elapsed, !matches!(*display, Display::Nothing));
+        let left = clock.time_left(elapsed, step, steps);
+        match &mut *display {
             Display::Nothing => {}
             Display::Progress(progress) => return progress.set(step, None),
             Display::Live(_) => return,
         }
+        drop(display);
         self.info(&format!("step {step} of {steps}, about {left:.0} s left"));
     }
 

@@ -16,31 +16,34 @@ pub(super) struct ProgressClock {
     next: Duration,
     /// The steps that were made before this start of the run.
     done: u64,
-    /// Whether progress is drawn, not printed.
-    is_drawn: bool,
 }
 
 impl ProgressClock {
     /// Begins at step `done`.
-    pub(super) fn new(done: u64, is_drawn: bool) -> Self {
-        Self { began: Instant::now(), next: FIRST, done, is_drawn }
+    pub(super) fn new(done: u64) -> Self {
+        Self { began: Instant::now(), next: FIRST, done }
     }
 
-    /// Returns the seconds that the rest of `steps` steps will take, if progress is to be shown now, at `step`.
-    pub(super) fn time_left(&mut self, step: u64, steps: u64) -> Option<f64> {
-        let elapsed = self.began.elapsed();
-        if elapsed < self.next {
-            return None;
-        }
-        self.next = elapsed + interval(elapsed, self.is_drawn);
+    /// Returns the time since training began, if progress is to be shown now.
+    pub(super) fn due(&self) -> Option<Duration> {
+        Some(self.began.elapsed()).filter(|elapsed| *elapsed >= self.next)
+    }
+
+    /// Sets when the sign after that at `elapsed` comes. Progress is drawn, or printed.
+    pub(super) fn set_next(&mut self, elapsed: Duration, is_drawn: bool) {
+        self.next = elapsed + interval(elapsed, is_drawn);
+    }
+
+    /// Returns the seconds that the rest of `steps` steps will take, as known at `elapsed` and `step`.
+    pub(super) fn time_left(&self, elapsed: Duration, step: u64, steps: u64) -> f64 {
         let each = elapsed.as_secs_f64() / step.saturating_sub(self.done).max(1) as f64;
-        Some(each * steps.saturating_sub(step) as f64)
+        each * steps.saturating_sub(step) as f64
     }
 }
 
 impl Default for ProgressClock {
     fn default() -> Self {
-        Self::new(0, false)
+        Self::new(0)
     }
 }
 

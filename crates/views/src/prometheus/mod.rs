@@ -181,7 +181,7 @@ impl Observer for Prometheus {
             Event::Validation(metrics) => {
                 self.write(|latest| latest.validation = Some(metrics.clone()))?;
             }
-            Event::End(end) => self.latest.lock().end = Some(*end.clone()),
+            Event::End(end) => self.latest.lock().end = Some((**end).clone()),
             _ => {}
         }
         Ok(())

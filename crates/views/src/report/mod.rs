@@ -151,20 +151,21 @@ impl Observer for Report {
     }
 
     fn event(&self, event: &Event) -> anyhow::Result<()> {
-        let mut told = self.told.lock();
+        let told = || self.told.lock();
         match event {
             Event::Training(training) => {
+                let mut told = told();
                 if training.step > 0 {
                     told.curves = Curves::of_earlier(&self.output, training.step);
                 }
                 told.first = training.clone();
             }
             Event::Metrics(metrics) => {
-                add_point(&mut told.curves.train, MAX_CURVE_POINTS, metrics.clone());
+                add_point(&mut told().curves.train, MAX_CURVE_POINTS, metrics.clone());
             }
-            Event::Validation(metrics) => told.curves.validation.push(metrics.clone()),
-            Event::End(end) => told.end = Some(*end.clone()),
-            Event::Ended { operations } => told.operations.clone_from(operations),
+            Event::Validation(metrics) => told().curves.validation.push(metrics.clone()),
+            Event::End(end) => told().end = Some((**end).clone()),
+            Event::Ended { operations } => told().operations.clone_from(operations),
             _ => {}
         }
         Ok(())
@@ -202,7 +203,7 @@ fn verdict(end: &End, curves: &Curves, facts: &ReportFacts) -> Value {
     let straggler = find_straggler(&phases, end.seconds, MIN_STRAGGLER_SECONDS);
     let conditions = Conditions {
         straggler: straggler.as_ref(),
-        overlapped: facts.overlaps.then_some(end.statistics.hidden),
+        overlapped: (facts.overlaps && !end.ranks.is_empty()).then_some(end.statistics.hidden),
         batch_size: facts.dealing.batch_size,
         num_workers: facts.num_workers,
         losses: curves.losses(),

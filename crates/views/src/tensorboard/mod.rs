@@ -8,7 +8,7 @@ use std::path::Path;
 
 use parking_lot::Mutex;
 
-use super::{Outcome, View};
+use super::View;
 use engine::error::Result;
 use engine::events::{Event, Observer, Wants};
 use engine::os::limits::output_failed;
@@ -39,11 +39,9 @@ impl TensorBoard {
         Ok(Self { file: Mutex::new(SummaryWriter::create(folder)?), continues })
     }
 
-    /// Writes to the file, and all that is pending: a run that is killed keeps all that was written so far.
+    /// Writes to the file.
     fn write(&self, write: impl FnOnce(&mut SummaryWriter) -> io::Result<()>) -> Result<()> {
-        let mut file = self.file.lock();
-        let written = write(&mut file).and_then(|()| file.flush());
-        written.map_err(|error| output_failed("--tensorboard", &error))
+        write(&mut self.file.lock()).map_err(|error| output_failed("--tensorboard", &error))
     }
 }
 
@@ -68,11 +66,7 @@ impl Observer for TensorBoard {
     }
 }
 
-impl View for TensorBoard {
-    fn finish(&self, _: &Outcome) -> Result<()> {
-        Ok(()) // all that came has been written
-    }
-}
+impl View for TensorBoard {}
 
 /// Writes the metrics of the last steps.
 fn write_metrics(file: &mut SummaryWriter, metrics: &TrainMetrics) -> io::Result<()> {
@@ -97,7 +91,8 @@ fn write_validation(file: &mut SummaryWriter, metrics: &ValidationMetrics) -> io
     write_scalars(file, "validation", step, scalars.into_iter().chain(others))
 }
 
-/// Writes the `scalars` that there are, each as `kind/name`.
+/// Writes the `scalars` that there are, each as `kind/name`, and all that is pending: a run that is killed keeps what was
+/// written so far.
 fn write_scalars<'a>(
     file: &mut SummaryWriter,
     kind: &str,
@@ -109,5 +104,5 @@ fn write_scalars<'a>(
             file.scalar(&format!("{kind}/{name}"), step, value)?;
         }
     }
-    Ok(())
+    file.flush()
 }

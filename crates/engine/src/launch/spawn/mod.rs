@@ -189,6 +189,11 @@ impl Spawn {
         (kind != LaunchKind::Local).then(|| kind.name())
     }
 
+    /// Returns the index of this process, and how many processes there are.
+    pub fn process(&self) -> [usize; 2] {
+        self.joined_launch.process()
+    }
+
     /// Returns how many ranks there will be, in all processes.
     pub fn world_size(&self) -> usize {
         self.joined_launch.world_size()

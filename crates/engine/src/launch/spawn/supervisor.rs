@@ -127,6 +127,9 @@ impl Spawn {
 
     /// Hands the ranks to the observers, before they start.
     fn show_ranks(&self, run: &Arc<RunContext>) {
+        if self.observers.is_empty() {
+            return;
+        }
         let label = |rank| self.joined_launch.label(rank);
         let labels = (0..self.world_size()).map(label).collect();
         self.observers.watch(&RanksActivity::new(run, labels));

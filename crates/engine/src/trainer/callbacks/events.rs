@@ -142,6 +142,9 @@ impl<M> Callback<M> for Events {
             context.tell_tensors()?;
             context.tell_on_rank_0(|| Event::Validation(validation.clone()))?;
         }
+        if context.observers.is_empty() {
+            return Ok(());
+        }
         context.observers.tell(&Event::Epoch(epoch.clone()))
     }
 

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -55,6 +56,12 @@ impl Fingerprints {
 
 fn tell(observers: &Observers, fingerprint: Fingerprint) -> Result<()> {
     observers.tell(&Event::Fingerprint { fingerprint })
+}
+
+/// Tells the last of a rank that has failed. The run says why already; an observer that panics as well must not end the
+/// process.
+fn tell_last(observers: &Observers, fingerprint: Fingerprint) {
+    let _ = catch_unwind(AssertUnwindSafe(|| tell(observers, fingerprint)));
 }
 
 /// The name of this callback among the observers of gradients.
@@ -164,7 +171,7 @@ impl Drop for Fingerprints {
             if let Some(step) = entered
                 && (failed == rank || self.run.is_elsewhere(failed))
             {
-                let _ = tell(&observers, Fingerprint::Failed(StepOfRank { step, rank: failed }));
+                tell_last(&observers, Fingerprint::Failed(StepOfRank { step, rank: failed }));
             }
             return;
         };
@@ -173,8 +180,7 @@ impl Drop for Fingerprints {
         }
         line.stopped = failed_first.is_some_and(|rank| rank != line.rank);
         line.failed = !line.stopped;
-        // The run has failed already, and says why.
-        let _ = tell(&observers, Fingerprint::Step(line));
+        tell_last(&observers, Fingerprint::Step(line));
     }
 }
 
