@@ -14,6 +14,9 @@ import sys
 import threading
 
 CRATES = ["ddp-mp-engine", "ddp-mp-views", "ddp-mp"]
+# Of all crates at once: of one alone cargo would build the dependencies again, with other features. Unit tests compile in a
+# third of the time without optimization.
+UNIT_TESTS = ["--lib", *(f"--config=profile.release.package.{crate}.opt-level=0" for crate in CRATES)]
 INTEGRATION_TESTS = ["--package=ddp-mp-tests", "--test=tests"]
 # Most tests wait, for a time-out or for a process.
 THREADS = 4 * len(os.sched_getaffinity(0))
@@ -21,27 +24,21 @@ THREADS = 4 * len(os.sched_getaffinity(0))
 LONG_SECONDS, REASON = 5, "/// Long: "
 
 
-def unit_tests_of(crate):
-    """Returns cargo's targets for the unit tests of a crate. They compile in a third of the time without optimization."""
-    return [f"--package={crate}", "--lib", f"--config=profile.release.package.{crate}.opt-level=0"]
-
-
 def build(targets):
-    """Returns the test program of cargo's `targets`, and the folder that it runs in."""
+    """Returns the test programs of cargo's `targets`, each with the folder that it runs in."""
     command = ["cargo", "test", "--release", "--no-run", "--message-format=json-render-diagnostics", *targets]
     built = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if built.returncode != 0:
         sys.exit(built.returncode)
     messages = map(json.loads, built.stdout.splitlines())
     programs = [it for it in messages if it.get("executable") and it["profile"]["test"]]
-    return programs[-1]["executable"], os.path.dirname(programs[-1]["manifest_path"])
+    return [(it["executable"], os.path.dirname(it["manifest_path"])) for it in programs]
 
 
 class Tests:
     """A test program that runs, whose output is printed as it comes."""
 
-    def __init__(self, targets, filters, environment):
-        program, folder = build(targets)
+    def __init__(self, program, folder, filters, environment):
         # Only unstable options print how long a test took.
         options = ["-Zunstable-options", "--report-time", f"--test-threads={THREADS}"]
         if "DDP_MP_TESTS" in environment:
@@ -66,6 +63,11 @@ class Tests:
         return self.process.wait() == 0
 
 
+def start(targets, filters, environment):
+    """Builds the test programs of cargo's `targets` and starts them."""
+    return [Tests(program, folder, filters, environment) for program, folder in build(targets)]
+
+
 def says_why(test):
     """Returns whether the source says why an integration test takes long."""
     path = test.split("::")
@@ -86,20 +88,20 @@ def main():
     environment = dict(os.environ, RES_OPTIONS="timeout:1 attempts:1")
     if arguments.all:
         environment["DDP_MP_TESTS"] = "all"
-    # The integration tests run while the unit tests are compiled, a crate after the other.
-    integration = Tests(INTEGRATION_TESTS, arguments.filters, environment)
+    # The integration tests run while the unit tests are compiled.
+    integration = start(INTEGRATION_TESTS, arguments.filters, environment)
     # Frames are larger without optimization.
     large_stack = dict(environment, RUST_MIN_STACK=str(16 << 20))
-    units = [Tests(unit_tests_of(crate), [], large_stack) for crate in CRATES]
-    passed = [tests.end() for tests in [*units, integration]]
+    all_tests = [*integration, *start(UNIT_TESTS, [], large_stack)]
+    passed = [tests.end() for tests in all_tests]
     if arguments.all and not arguments.filters:
         print("The tests of processes once more, over TCP:", flush=True)
         over_tcp = dict(environment, DDP_MP_TESTS_TCP="1")
         of_processes = ["gloo::", "processes::", "matrix::", "restarts::"]  # with spawn_processes
-        passed.append(Tests(INTEGRATION_TESTS, of_processes, over_tcp).end())
+        passed.extend(tests.end() for tests in start(INTEGRATION_TESTS, of_processes, over_tcp))
     if not arguments.filters:
         passed.append(subprocess.run(["cargo", "test", "--release", "--doc"], check=False).returncode == 0)
-    seconds = {test: time for tests in [*units, integration] for test, time in tests.seconds.items()}
+    seconds = {test: time for tests in all_tests for test, time in tests.seconds.items()}
     print("The ten slowest tests:")
     for test in sorted(seconds, key=seconds.get, reverse=True)[:10]:
         # With all their cases many tests take longer.
