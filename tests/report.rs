@@ -98,7 +98,11 @@ fn failed_stopped_and_resumed_runs_leave_a_report() {
     let text = page["outcome"]["text"].as_str().unwrap();
     assert!(text.contains("rank 1") && text.contains("step #5"), "{text}");
     assert!(page["loss"].is_null() && page["replicas"].is_null());
-    assert!(page["verdict"]["overlapped"].is_null(), "nothing can be concluded: {}", page["verdict"]);
+    assert!(
+        page["verdict"]["overlapped"].is_null(),
+        "nothing can be concluded: {}",
+        page["verdict"]
+    );
     // Rank 0 has come through five steps.
     let had = |page: &Value| list(&page["samples"]["epochs"][0]["ranks"][0]).len();
     assert_eq!(had(&page), 5 * 32);

@@ -5,8 +5,8 @@
 //! 1. A rank's thread reports its error to [`RunContext::report`], which records a [`Failure`].
 //! 2. `launch::heartbeat_monitor` sends the first one to the other processes, which record it as theirs.
 //! 3. `launch::spawn` adds the devices ([`RankFailure`]) and returns all as `SpawnError`.
-//! 4. `session` tells it as an event. For a parent process it leaves it in the parent's store.
-//! 5. `main` prints it, or the `main` of the parent process.
+//! 4. `session` finishes the views with it. For a parent process it leaves it in the parent's store.
+//! 5. `app` prints it, or that of the parent process.
 //!
 //! [`RunContext::report`]: super::RunContext::report
 

@@ -7,8 +7,8 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::json_lines::JsonLines;
 use super::View;
+use super::json_lines::JsonLines;
 use engine::error::{Result, Shown};
 use engine::events::{Event, Observer, Wants};
 use engine::files::{LinesBefore, lines_before};
