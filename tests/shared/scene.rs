@@ -22,6 +22,8 @@ pub(crate) fn process(
     command.args([child, "--exact", "--nocapture"]);
     let part = format!("{name} {process} {} {} 127.0.0.1 {port}", ranks.len(), ranks[process]);
     command.env(SCENE, part).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // As the program does it for itself: on a busy machine a spinning thread keeps the one that it waits for from running.
+    command.env("GOMP_SPINCOUNT", "10000");
     command
 }
 
