@@ -218,7 +218,8 @@ def main(program, simulated_gpus, only=None):
             if only is None:
                 mpirun(program)
                 slurm(program, pathlib.Path(folder))
-                two_hosts(program, on_gpus, build(INTEGRATION_TESTS))
+                [tests] = build(INTEGRATION_TESTS)
+                two_hosts(program, on_gpus, tests)
         finally:
             end_what_is_left()
     print(f"launchers: all passed, with the torchrun of PyTorch {importlib.metadata.version('torch')}")
