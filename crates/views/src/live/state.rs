@@ -4,14 +4,14 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::lanes::{Lane, Phase, lane};
-use crate::add_point;
+use crate::curve::Curve;
 use engine::events::RunSnapshot;
 use engine::records::TrainMetrics;
 
 /// The number of events that are kept.
 const EVENTS: usize = 200;
 
-/// The number of points of the loss curve; of more, every second one is dropped.
+/// The most points of the loss curve.
 const POINTS: usize = 1000;
 
 /// The number of earlier snapshots that are kept: more than a terminal has columns.
@@ -37,7 +37,7 @@ pub(crate) struct LiveState {
     /// The newest metrics.
     pub metrics: Option<TrainMetrics>,
     /// The step and the loss of the curve.
-    pub curve: Vec<(f64, f64)>,
+    pub curve: Curve<(f64, f64), POINTS>,
     /// The steps of the run; `None` if they are not known.
     pub steps: Option<u64>,
     /// The newest events, newest last, each with its time.
@@ -66,7 +66,7 @@ impl LiveState {
     /// Adds metrics of training.
     pub(crate) fn add_points(&mut self, points: Vec<TrainMetrics>) {
         for point in points {
-            add_point(&mut self.curve, POINTS, (point.step as f64, point.loss));
+            self.curve.add((point.step as f64, point.loss));
             self.metrics = Some(point);
         }
     }

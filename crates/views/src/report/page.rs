@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::tracks::Tracks;
+use crate::curve::Curve;
 use crate::whole_file::{Marks, Output};
 use engine::records::{TrainMetrics, ValidationMetrics};
 
@@ -27,6 +28,9 @@ const SCRIPT: &str = concat!(
 );
 const DATA: &str = "__REPORT_DATA__";
 
+/// The most points of a curve.
+const POINTS: usize = 4000;
+
 /// The data of a page: its scripts know each value by its key.
 #[derive(Debug, Serialize)]
 pub(crate) struct Page<'a> {
@@ -39,9 +43,9 @@ pub(crate) struct Page<'a> {
 }
 
 /// Training and validation metrics over the run.
-#[derive(Debug, Default, Clone, Serialize)]
+#[derive(Debug, Default, Serialize)]
 pub(crate) struct Curves {
-    pub train: Vec<TrainMetrics>,
+    pub train: Curve<TrainMetrics, POINTS>,
     pub validation: Vec<ValidationMetrics>,
 }
 
@@ -57,28 +61,31 @@ impl Curves {
         });
         let data = data.and_then(|data| serde_json::from_str(data).ok());
         let data: Value = data.unwrap_or_default();
-        let mut curves =
-            Self { train: points(&data["train"]), validation: points(&data["validation"]) };
-        curves.train.retain(|point| point.step <= step);
-        curves.validation.retain(|point| point.step <= step);
-        curves
+        let train = points::<TrainMetrics>(&data["train"]).filter(|point| point.step <= step);
+        let validation = points::<ValidationMetrics>(&data["validation"]);
+        Self {
+            train: train.collect(),
+            validation: validation.filter(|point| point.step <= step).collect(),
+        }
     }
 
-    /// Returns the mean loss of the first quarter of the points, and of the last. `None` with fewer than four.
+    /// Returns the mean loss of the first quarter of the steps, and of the last. `None` with fewer than four points.
     pub(crate) fn losses(&self) -> Option<[f64; 2]> {
-        let quarter = self.train.len() / 4;
+        let [first, .., last] = &self.train[..] else { return None };
+        let quarter = (last.step - first.step) / 4;
+        let from_first = self.train.partition_point(|point| point.step <= first.step + quarter);
+        let before_last = self.train.partition_point(|point| point.step < last.step - quarter);
         let mean = |points: &[TrainMetrics]| {
-            points.iter().map(|point| point.loss).sum::<f64>() / quarter as f64
+            points.iter().map(|point| point.loss).sum::<f64>() / points.len() as f64
         };
-        let ends = [&self.train[..quarter], &self.train[self.train.len() - quarter..]];
-        (quarter > 0).then(|| ends.map(mean))
+        let ends = [&self.train[..from_first], &self.train[before_last..]];
+        (self.train.len() >= 4).then(|| ends.map(mean))
     }
 }
 
 /// Returns the points of a curve, without those that are not finite.
-fn points<T: DeserializeOwned>(curve: &Value) -> Vec<T> {
-    let all = curve.as_array().into_iter().flatten();
-    all.filter_map(|point| T::deserialize(point).ok()).collect()
+fn points<T: DeserializeOwned>(curve: &Value) -> impl Iterator<Item = T> {
+    curve.as_array().into_iter().flatten().filter_map(|point| T::deserialize(point).ok())
 }
 
 impl Page<'_> {
@@ -102,5 +109,21 @@ impl Page<'_> {
             PARTS.iter().fold(HTML.to_owned(), |page, (place, part)| page.replace(place, part));
         // Inserted last, so that its text is not taken for a placeholder.
         out.write_all(page.replacen(DATA, &data, 1).as_bytes())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_and_last_quarter_are_those_of_the_steps() {
+        // As after a resume: the earlier run has left fewer points for as many steps.
+        let steps = (0..1000).step_by(100).chain(1000..=2000);
+        let point = |step| TrainMetrics { step, loss: step as f64, ..TrainMetrics::default() };
+        let curves = Curves { train: steps.map(point).collect(), ..Curves::default() };
+        assert_eq!(curves.losses(), Some([250.0, 1750.0]));
+        let three = Curves { train: (0..3).map(point).collect(), ..Curves::default() };
+        assert_eq!(three.losses(), None);
     }
 }
