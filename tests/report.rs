@@ -103,6 +103,7 @@ fn failed_stopped_and_resumed_runs_leave_a_report() {
         "nothing can be concluded: {}",
         page["verdict"]
     );
+    assert!(list(&page["verdict"]["advice"]).is_empty(), "{}", page["verdict"]);
     // Rank 0 has come through five steps.
     let had = |page: &Value| list(&page["samples"]["epochs"][0]["ranks"][0]).len();
     assert_eq!(had(&page), 5 * 32);

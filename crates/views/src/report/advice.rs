@@ -40,77 +40,99 @@ const BANDWIDTH_BOUND_BYTES: usize = 1 << 20;
 /// Returns what to try next after a run that ended with `end`, each a sentence, the most important first. None if nothing
 /// stands out.
 pub(crate) fn advice(end: &End, run: Conditions<'_>) -> Vec<String> {
-    let mut advice = Vec::new();
     let phases = end.phases();
-    let Some(outside) = outside_collectives(&phases) else { return advice };
+    let Some(outside) = outside_collectives(&phases) else { return Vec::new() };
     let total: f64 = phases.iter().map(|rank| rank.own() + rank.collectives).sum();
-    let mut say = |text: String| advice.push(text);
-    if let Some(straggler) = run.straggler {
-        let (Straggler { rank, seconds, .. }, phase_text) = (straggler, straggler.phase_text());
-        let remedy = if straggler.phase == "save" {
-            "Save less often, with a larger --save-every or --save-every-epochs, or on a faster disk."
-        } else {
-            "Look at what it does there, or at what else runs on its device."
-        };
-        say(format!(
-            "Rank {rank} was the straggler: it delayed the others by {seconds:.1} s {phase_text}. {remedy}"
-        ));
-    }
     let data = phases.iter().map(|rank| rank.data).sum::<f64>() / total;
-    if data > MIN_ADVICE_SHARE {
-        let remedy = match run.num_workers {
-            0 => ": try --num-workers 2".into(),
-            workers => {
-                format!(", with --num-workers {workers}: try more, or a larger --prefetch-factor")
-            }
-        };
-        let percent = 100.0 * data;
-        say(format!("{percent:.0} % of the steps' time goes into getting data{remedy}."));
-    }
-    if let Some([first, last]) =
-        run.losses.filter(|[first, last]| *last > NO_PROGRESS_RATIO * first)
-    {
-        say(format!(
-            "The loss hardly moved: from {first:.4} in the first quarter of the run to {last:.4} in the last. Unless \
-             the model has learned all it can, try a higher --lr (now {}).",
-            run.lr
-        ));
-    }
+    let mut advice = Vec::new();
+    advice.extend(run.straggler.map(on_straggler));
+    advice.extend((data > MIN_ADVICE_SHARE).then(|| on_data(data, run.num_workers)));
+    advice.extend(run.losses.and_then(|losses| on_loss(losses, run.lr)));
     let lost = 1.0 - outside;
-    let bytes: usize = end.statistics.bucket_bytes.iter().sum();
     if phases.len() > 1 && lost > MIN_ADVICE_SHARE {
-        let percent = 100.0 * lost;
-        if end.us_per_step < SHORT_STEP {
-            let (step, batch) = (end.us_per_step, run.batch_size);
-            say(format!(
-                "{percent:.0} % of the steps' time goes into collectives, and a step is only {step:.0} us long: a \
-                 larger --batch-size (now {batch}) or fewer ranks help a model this small."
-            ));
-        } else if run.straggler.is_none() {
-            let smaller = if bytes >= BANDWIDTH_BOUND_BYTES {
-                ", and --comm-hook bf16 makes them smaller"
-            } else {
-                ""
-            };
-            say(format!(
-                "{percent:.0} % of the steps' time goes into collectives: a larger --batch-size or --grad-accum-steps \
-                 makes fewer of them{smaller}."
-            ));
-        }
-        let may_hide = bytes >= BANDWIDTH_BOUND_BYTES && end.can_overlap;
-        if may_hide && end.statistics.bucket_bytes.len() == 1 {
-            say("All gradients are in one bucket, which can only go out when backward is through: a smaller \
-                 --bucket-cap-mb lets the first go out earlier."
-                .into());
-        } else if may_hide && run.overlapped.is_some_and(|share| share < 0.5) {
-            let percent = 100.0 * run.overlapped.unwrap_or(0.0);
-            say(format!(
-                "Only {percent:.0} % of the communication was hidden behind backward: another --bucket-cap-mb may hide \
-                 more."
-            ));
-        }
+        advice.extend(on_collectives(lost, end, run));
+        advice.extend(on_buckets(end, run.overlapped));
     }
     advice
+}
+
+fn on_straggler(straggler: &Straggler) -> String {
+    let (Straggler { rank, seconds, .. }, phase_text) = (straggler, straggler.phase_text());
+    let remedy = if straggler.phase == "save" {
+        "Save less often, with a larger --save-every or --save-every-epochs, or on a faster disk."
+    } else {
+        "Look at what it does there, or at what else runs on its device."
+    };
+    format!(
+        "Rank {rank} was the straggler: it delayed the others by {seconds:.1} s {phase_text}. {remedy}"
+    )
+}
+
+/// Returns the advice after a run that spent the fraction `share` of its steps on getting data.
+fn on_data(share: f64, num_workers: usize) -> String {
+    let percent = 100.0 * share;
+    let remedy = match num_workers {
+        0 => ": try --num-workers 2".into(),
+        workers => {
+            format!(", with --num-workers {workers}: try more, or a larger --prefetch-factor")
+        }
+    };
+    format!("{percent:.0} % of the steps' time goes into getting data{remedy}.")
+}
+
+/// Returns the advice on a loss that hardly moved from the first quarter of a run to the last.
+fn on_loss([first, last]: [f64; 2], lr: f64) -> Option<String> {
+    (last > NO_PROGRESS_RATIO * first).then(|| {
+        format!(
+            "The loss hardly moved: from {first:.4} in the first quarter of the run to {last:.4} in the last. Unless \
+             the model has learned all it can, try a higher --lr (now {lr})."
+        )
+    })
+}
+
+/// Returns the advice after a run that lost the fraction `share` of its steps' time in collectives. `None` if a straggler
+/// explains it.
+fn on_collectives(share: f64, end: &End, run: Conditions<'_>) -> Option<String> {
+    let percent = 100.0 * share;
+    if end.us_per_step < SHORT_STEP {
+        let (step, batch) = (end.us_per_step, run.batch_size);
+        return Some(format!(
+            "{percent:.0} % of the steps' time goes into collectives, and a step is only {step:.0} us long: a larger \
+             --batch-size (now {batch}) or fewer ranks help a model this small."
+        ));
+    }
+    let smaller = if bucket_bytes(end) >= BANDWIDTH_BOUND_BYTES {
+        ", and --comm-hook bf16 makes them smaller"
+    } else {
+        ""
+    };
+    run.straggler.is_none().then(|| {
+        format!(
+            "{percent:.0} % of the steps' time goes into collectives: a larger --batch-size or --grad-accum-steps makes \
+             fewer of them{smaller}."
+        )
+    })
+}
+
+/// Returns the advice on buckets whose reductions could be hidden behind backward. `None` if they are, or cannot be.
+fn on_buckets(end: &End, overlapped: Option<f64>) -> Option<String> {
+    if bucket_bytes(end) < BANDWIDTH_BOUND_BYTES || !end.can_overlap {
+        return None;
+    }
+    if end.statistics.bucket_bytes.len() == 1 {
+        let advice = "All gradients are in one bucket, which can only go out when backward is through: a smaller \
+                      --bucket-cap-mb lets the first go out earlier.";
+        return Some(advice.into());
+    }
+    let percent = 100.0 * overlapped.filter(|share| *share < 0.5)?;
+    Some(format!(
+        "Only {percent:.0} % of the communication was hidden behind backward: another --bucket-cap-mb may hide more."
+    ))
+}
+
+/// Returns the bytes of all gradients.
+fn bucket_bytes(end: &End) -> usize {
+    end.statistics.bucket_bytes.iter().sum()
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use strum::IntoEnumIterator;
 
 use super::whole_file::Output;
-use super::{Outcome, Printer, View, add_point};
+use super::{Outcome, Printer, View};
 use advice::{Conditions, advice, outside_collectives};
 use engine::error::{Result, Shown};
 use engine::events::{
@@ -27,9 +27,6 @@ use page::{Curves, Page};
 use tracks::Tracks;
 
 pub use samples::Dealing;
-
-/// Maximum number of points of a curve. At this number, every other point is dropped.
-const MAX_CURVE_POINTS: usize = 4000;
 
 /// What a report shows of a run that its events do not tell.
 #[derive(Debug)]
@@ -138,8 +135,7 @@ impl Report {
                 "collectives": collectives(dump),
             },
             "replicas": end.map(|end| replicas(end, facts)),
-            // Of a run that has failed, nothing can be concluded.
-            "verdict": verdict(end.unwrap_or(&End::default()), curves, facts),
+            "verdict": verdict(end, curves, facts),
         });
         Ok(Page { data, curves, timeline: Tracks::new(dump) })
     }
@@ -160,9 +156,7 @@ impl Observer for Report {
                 }
                 told.first = training.clone();
             }
-            Event::Metrics(metrics) => {
-                add_point(&mut told().curves.train, MAX_CURVE_POINTS, metrics.clone());
-            }
+            Event::Metrics(metrics) => told().curves.train.add(metrics.clone()),
             Event::Validation(metrics) => told().curves.validation.push(metrics.clone()),
             Event::End(end) => told().end = Some((**end).clone()),
             Event::Ended { operations } => told().operations.clone_from(operations),
@@ -197,13 +191,14 @@ fn replicas(end: &End, facts: &ReportFacts) -> Value {
 /// The least time, in seconds, that other ranks waited for a straggler to name it in the report.
 const MIN_STRAGGLER_SECONDS: f64 = 0.05;
 
-/// Returns the conclusions from the run's times.
-fn verdict(end: &End, curves: &Curves, facts: &ReportFacts) -> Value {
+/// Returns the conclusions from the times of a run. Of one that has failed there are none.
+fn verdict(end: Option<&End>, curves: &Curves, facts: &ReportFacts) -> Value {
+    let Some(end) = end else { return json!({ "phases": [], "advice": [] }) };
     let phases = end.phases();
     let straggler = find_straggler(&phases, end.seconds, MIN_STRAGGLER_SECONDS);
     let conditions = Conditions {
         straggler: straggler.as_ref(),
-        overlapped: (facts.overlaps && !end.ranks.is_empty()).then_some(end.statistics.hidden),
+        overlapped: facts.overlaps.then_some(end.statistics.hidden),
         batch_size: facts.dealing.batch_size,
         num_workers: facts.num_workers,
         losses: curves.losses(),

@@ -10,7 +10,7 @@ const MAX_LISTED_SAMPLES: usize = 200_000;
 
 /// The samples of each rank.
 #[derive(Debug, Serialize)]
-pub struct DealtSamples {
+pub(crate) struct DealtSamples {
     /// Number of samples in the data set.
     dataset: usize,
     batch_size: usize,
@@ -20,7 +20,7 @@ pub struct DealtSamples {
 }
 
 #[derive(Debug, Serialize)]
-pub struct EpochSamples {
+pub(crate) struct EpochSamples {
     epoch: u64,
     /// The samples of each rank, in order.
     pub ranks: Vec<Vec<usize>>,
@@ -46,7 +46,7 @@ impl Dealing {
     ///
     /// # Errors
     /// Those of [`DistributedSampler::indices_from`].
-    pub fn deal(
+    pub(crate) fn deal(
         &self,
         mut epoch: u64,
         samples_seen: usize,
