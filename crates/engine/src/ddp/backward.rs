@@ -35,9 +35,9 @@ impl Reducer {
             }
         };
         let mut state = self.state();
-        state.is_in_autograd = false; // no hook runs from here on
+        state.backward.is_in_autograd = false; // no hook runs from here on
         // A hook's error takes precedence: it is the cause if backward failed too.
-        state.error.take().map_or(backward, Err)?;
+        state.backward.error.take().map_or(backward, Err)?;
         state.layout.take_gradients(averages)?;
         if averages {
             state.reduce_rest()?;

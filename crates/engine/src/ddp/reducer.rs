@@ -39,7 +39,7 @@ impl Reducer {
         let state = Rc::new(RefCell::new(ReducerState::new(parameters, group, options)?));
         let in_hooks = state.clone();
         let hooks = GradHooks::register(handles, move |index| match in_hooks.try_borrow_mut() {
-            Ok(state) if !state.is_in_autograd => Some(BACKWARD_BYPASSED),
+            Ok(state) if !state.backward.is_in_autograd => Some(BACKWARD_BYPASSED),
             Ok(mut state) => {
                 state.on_grad(index);
                 None
@@ -62,7 +62,7 @@ impl Reducer {
     /// Waits for reductions that still use the gradients, after a failure.
     pub(super) fn give_up(&self) {
         let mut state = self.state();
-        state.is_in_autograd = false;
+        state.backward.is_in_autograd = false;
         // The wait ends: either the other ranks take part in these reductions, or the run ends. The error is already
         // known.
         let ReducerState { averaging, group, .. } = &mut *state;

@@ -32,15 +32,21 @@ pub(super) struct ReducerState {
     /// Options within `join`: what happens when ranks have run out of inputs.
     pub joining: Option<JoinOptions>,
     pub clock: BackwardClock,
-    /// Whether this backward averages. Gradients stay on this rank otherwise: `no_sync`.
+    pub backward: Backward,
+}
+
+/// What holds for one backward.
+#[derive(Default)]
+pub(super) struct Backward {
+    /// Whether it averages. Gradients stay on this rank otherwise: `no_sync`.
     averages: bool,
-    /// Whether this backward reduces buckets as they become complete, and not at its end.
+    /// Whether it reduces buckets as they become complete, and not at its end.
     overlaps: bool,
     /// Whether autograd is running, so that hooks may be called.
     pub is_in_autograd: bool,
-    /// The next bucket to reduce in this step.
+    /// The next bucket to reduce.
     next: usize,
-    /// The call site of backward.
+    /// Where the user has called it.
     call_site: Option<CallSite>,
     /// The error of a hook, which cannot return it.
     pub error: Option<Error>,
@@ -66,12 +72,7 @@ impl ReducerState {
             unused: UnusedParams::default(),
             joining: None,
             clock: BackwardClock::new(),
-            averages: true,
-            overlaps: false,
-            is_in_autograd: false,
-            next: 0,
-            call_site: None,
-            error: None,
+            backward: Backward::default(),
         })
     }
 
@@ -94,9 +95,13 @@ impl ReducerState {
             }
         }
         self.unused.multiplied_by = factor;
-        (self.averages, self.overlaps) = (averages, averages && self.can_overlap());
-        self.call_site = Some(call_site);
-        self.is_in_autograd = true;
+        self.backward = Backward {
+            averages,
+            overlaps: averages && self.can_overlap(),
+            is_in_autograd: true,
+            call_site: Some(call_site),
+            ..Backward::default()
+        };
         Ok(factor)
     }
 
@@ -110,8 +115,7 @@ impl ReducerState {
     }
 
     fn reset(&mut self) -> Result<()> {
-        self.next = 0;
-        self.error = None;
+        self.backward = Backward::default();
         self.layout.memory.average_in_step(None);
         self.clock.begin(&self.group, self.layout.buckets.len());
         let Layout { buckets, memory, states, .. } = &mut self.layout;
@@ -131,8 +135,8 @@ impl ReducerState {
 
     /// Handles a gradient that backward has completed.
     pub(super) fn on_grad(&mut self, index: usize) {
-        if self.error.is_none() {
-            self.error = self.mark_ready(index).err();
+        if self.backward.error.is_none() {
+            self.backward.error = self.mark_ready(index).err();
         }
     }
 
@@ -149,25 +153,26 @@ impl ReducerState {
         }
         state.used = true;
         parameter.take_gradient()?;
-        if !self.averages {
+        if !self.backward.averages {
             return Ok(());
         }
         state.ready = true;
         let bucket = state.bucket;
-        self.group.record_gradient(index, bucket, self.call_site);
+        self.group.record_gradient(index, bucket, self.backward.call_site);
         self.layout.buckets[bucket].pending -= 1;
         if self.layout.buckets[bucket].pending == 0 {
             self.clock.bucket_is_complete(bucket);
         }
         self.ready.iter_mut().for_each(|ready| ready.push(index));
-        if self.overlaps { self.reduce_complete_buckets() } else { Ok(()) }
+        if self.backward.overlaps { self.reduce_complete_buckets() } else { Ok(()) }
     }
 
     /// Reduces buckets in index order, up to the first that is not complete.
     fn reduce_complete_buckets(&mut self) -> Result<()> {
-        while self.layout.buckets.get(self.next).is_some_and(|bucket| bucket.pending == 0) {
+        while self.layout.buckets.get(self.backward.next).is_some_and(|bucket| bucket.pending == 0)
+        {
             self.reduce_next_bucket()?;
-            self.next += 1;
+            self.backward.next += 1;
         }
         self.group.set_context(CallContext::default());
         Ok(())
@@ -176,19 +181,19 @@ impl ReducerState {
     fn reduce_next_bucket(&mut self) -> Result<()> {
         let began = Instant::now();
         let scatters = self.scatters();
-        let Self { layout, group, averaging, next: index, .. } = self;
-        let index = *index;
+        let Self { layout, group, averaging, backward, .. } = self;
+        let index = backward.next;
         if layout.buckets[index].gradients.is_empty() {
             return Ok(()); // all of its parameters are empty
         }
         group.set_context(CallContext {
-            call_site: self.call_site,
+            call_site: backward.call_site,
             bucket: u16::try_from(index).ok(),
         });
         layout.show_gradients(index)?;
         let mut later = layout.buckets[index + 1..].iter();
         let is_last = later.all(|bucket| bucket.gradients.is_empty());
-        let turn = BucketTurn { index, is_last, scatters, overlaps: self.overlaps };
+        let turn = BucketTurn { index, is_last, scatters, overlaps: backward.overlaps };
         let Layout { buckets, memory, .. } = layout;
         if averaging.reduce(&mut buckets[index], &memory.parameters, group, turn)? {
             self.clock.totals.communication += began.elapsed();
@@ -210,7 +215,7 @@ impl ReducerState {
         self.unused.account(&mut self.layout, &self.options, &self.group)?;
         if self.step_can_average() {
             self.layout.memory.average_in_step(Some(average(&self.group)));
-            self.next = self.layout.buckets.len();
+            self.backward.next = self.layout.buckets.len();
             return Ok(());
         }
         self.reduce_complete_buckets()
@@ -221,7 +226,7 @@ impl ReducerState {
     fn step_can_average(&self) -> bool {
         self.layout.memory.can_average_in_step()
             && self.averaging.hook().is_none()
-            && !self.overlaps
+            && !self.backward.overlaps
             && self.joining.is_none()
             && self.layout.observers.is_empty()
             && !self.unused.must_agree(&self.options)
@@ -260,7 +265,6 @@ impl ReducerState {
         let (always_unused, totals) = (self.unused.always.clone(), self.clock.totals);
         let uses_all = !self.unused.must_agree(&self.options);
         self.layout.states.iter_mut().for_each(|state| state.used = uses_all);
-        self.overlaps = false;
         self.reduce_rest()?;
         self.finish()?;
         self.unused.always = always_unused;
