@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_with::skip_serializing_none;
 
 use super::Config;
-use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
+use super::option_rules::{Conflict, DefaultInWords, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::whole;
 use engine::trainer::SaveEvery;
 
@@ -28,9 +28,10 @@ pub struct CheckpointsSection {
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..), add = Conflict(no_folder))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub save_every: Option<u64>,
-    /// Save a checkpoint every N epochs [default: 1 without --save-every]
+    /// Save a checkpoint every N epochs
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..), add = Conflict(no_folder))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    #[arg(add = DefaultInWords("1 without --save-every"))]
     pub save_every_epochs: Option<u64>,
     /// Keep the newest N checkpoints, besides the best
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..), default_value_t = 3)]

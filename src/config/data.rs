@@ -6,7 +6,7 @@ use serde::Serialize;
 use serde_with::skip_serializing_none;
 
 use super::Config;
-use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
+use super::option_rules::{Conflict, DefaultInWords, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{number, whole};
 use engine::data::DatasetSpec;
 use engine::models::ModelKind;
@@ -37,10 +37,11 @@ pub struct DataSection {
     #[arg(long, value_name = "N", value_parser = whole::<i64>(1..))]
     #[arg(default_value = "1", default_value_ifs = unless_a_file_says("1"))]
     pub out_features: Option<i64>,
-    /// Hold back this fraction of the samples for validation [default: none]
+    /// Hold back this fraction of the samples for validation
     ///
     /// Random samples, or the end of a text. idx uses the t10k files instead, if present
     #[arg(long, value_name = "F", value_parser = number(0.0..1.0), add = RefusedBy::TOOLS)]
+    #[arg(add = DefaultInWords("none"))]
     pub val_fraction: Option<f64>,
     /// Validate every N epochs, and after the last
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..), default_value_t = 1)]

@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_with::skip_serializing_none;
 
 use super::Config;
-use super::option_rules::{Conflict, InShortHelp, MayDiffer, RefusedBy};
+use super::option_rules::{Conflict, DefaultInWords, InShortHelp, MayDiffer, RefusedBy};
 use super::values::{self, duration, format_duration, name, positive_duration, whole};
 use engine::launch::{
     BackendChoice, BindChoice, Fault, LaunchChoice, LaunchOptions, Nproc, SharedMemory, Spawn,
@@ -59,11 +59,12 @@ pub struct LaunchSection {
     #[arg(default_value_t, add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
     #[serde(rename = "launch")]
     pub launcher: LaunchChoice,
-    /// Use N machines; start one process on each by hand [default: 1]
+    /// Use N machines; start one process on each by hand
     ///
     /// A launcher sets this itself
     #[arg(long, value_name = "N", value_parser = whole::<usize>(1..))]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
+    #[arg(add = DefaultInWords("1"))]
     pub nnodes: Option<usize>,
     /// Set this machine's number, from 0
     #[arg(long, value_name = "N", value_parser = whole::<usize>(..))]
@@ -73,9 +74,10 @@ pub struct LaunchSection {
     #[arg(long, value_name = "HOST")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
     pub master_addr: Option<String>,
-    /// Set the port on rank 0's machine [default: 29500, or from the id of the job]
+    /// Set the port on rank 0's machine
     #[arg(long, value_name = "PORT", value_parser = whole::<u16>(1..=65535))]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::ONE_PROCESS)]
+    #[arg(add = DefaultInWords("29500, or from the id of the job"))]
     pub master_port: Option<u16>,
     /// Wait at most TIME for other ranks (500ms, 30s, 10m)
     ///

@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde_with::{SerializeDisplay, skip_serializing_none};
 use strum::{Display, EnumString, VariantNames};
 
-use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
+use super::option_rules::{Conflict, DefaultInWords, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{MAX_F32, POSITIVE, format_number, name, number, whole};
 use super::{Config, StrategyKind};
 use engine::error::{Error, Result, counted};
@@ -63,9 +63,10 @@ pub struct OptimizationSection {
     /// Use Nesterov momentum for SGD
     #[arg(long, add = Conflict(nesterov_problem), add = ONLY_WITH_SGD)]
     pub nesterov: bool,
-    /// Set the weight decay [default: 0 for sgd, 0.01 for adamw]
+    /// Set the weight decay
     #[arg(long, value_name = "X", value_parser = number(0.0..=MAX_F32))]
     #[arg(add = MayDiffer::OnResumeWithNote)]
+    #[arg(add = DefaultInWords("0 for sgd, 0.01 for adamw"))]
     pub weight_decay: Option<f64>,
     /// Exempt biases and the parameters of norms from weight decay
     #[arg(long, add = MayDiffer::OnResumeWithNote)]

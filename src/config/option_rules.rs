@@ -21,6 +21,10 @@ pub(super) enum MayDiffer {
 #[derive(Debug, Clone, Copy)]
 pub struct InShortHelp;
 
+/// States in the help what holds without this option, where that is no single value.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct DefaultInWords(pub &'static str);
+
 /// Refuses a value other than the default, from a flag or a file, where the function returns a problem with others.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Conflict(pub fn(&Config) -> Option<String>);
@@ -77,6 +81,7 @@ pub(crate) fn is_refused_by(arg: &Arg, tool: Tool) -> bool {
 
 impl ArgExt for MayDiffer {}
 impl ArgExt for InShortHelp {}
+impl ArgExt for DefaultInWords {}
 impl ArgExt for Conflict {}
 impl ArgExt for OnlyIf {}
 impl ArgExt for RefusedBy {}

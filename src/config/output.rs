@@ -8,7 +8,7 @@ use serde_with::skip_serializing_none;
 
 use super::Config;
 use super::ddp::needs_ddp;
-use super::option_rules::{Conflict, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
+use super::option_rules::{Conflict, DefaultInWords, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
 use super::values::{name, whole};
 use engine::trainer::{Amp, KeepTensors};
 use views::{Language, LogFormat};
@@ -40,9 +40,10 @@ pub struct OutputSection {
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     #[arg(add = Conflict(needs_ddp))]
     pub record: Option<PathBuf>,
-    /// Record every N-th step only [default: 1]
+    /// Record every N-th step only
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS, add = RECORD)]
+    #[arg(add = DefaultInWords("1"))]
     pub record_every: Option<u64>,
     /// Keep all tensors of one step in a safetensors file
     ///
@@ -69,9 +70,10 @@ pub struct OutputSection {
     #[arg(long, value_name = "FILE")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     pub prometheus: Option<PathBuf>,
-    /// Report progress every N steps [default: 50; with --report 10]
+    /// Report progress every N steps
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    #[arg(add = DefaultInWords("50; with --report 10"))]
     pub log_every: Option<u64>,
     /// Show the ranks live in the terminal
     ///

@@ -15,7 +15,7 @@ use toml::Value as TomlValue;
 use super::data::DataSection;
 use super::file::{read_defaults, to_arg};
 use super::model::ModelSection;
-use super::option_rules::{InShortHelp, MayDiffer};
+use super::option_rules::{DefaultInWords, InShortHelp, MayDiffer};
 use super::{Config, flag_name};
 use engine::data::Dataset;
 use engine::error::{Error, Result};
@@ -108,10 +108,7 @@ impl Program {
     pub(crate) fn options_with_defaults(&self) -> Vec<Arg> {
         let command = self.command();
         let defaults = read_defaults(self, &command).unwrap_or_default();
-        let with_default = |arg: &Arg| match defaults.get(arg.get_id().as_str()) {
-            Some(value) => with_default(arg, value),
-            None => arg.clone(),
-        };
+        let with_default = |arg: &Arg| with_default(arg, defaults.get(arg.get_id().as_str()));
         command.get_arguments().map(with_default).collect()
     }
 
@@ -221,27 +218,28 @@ pub(crate) fn why_replaced(command: &Command, key: &str) -> Option<String> {
     Some(format!("{} brings its own {part}", program.name))
 }
 
-/// Returns the option `arg` with the program's default `value`, which its help shows.
-fn with_default(arg: &Arg, value: &TomlValue) -> Arg {
+/// Returns the option `arg` with the program's default `value`, if it has one. The help shows it, or what holds instead.
+fn with_default(arg: &Arg, value: Option<&TomlValue>) -> Arg {
     let arg = arg.clone();
-    let Ok(Some(text)) = to_arg(&arg, value) else { return arg };
-    let text = text.split_once('=').map(|(_, text)| text.to_owned());
-    // A help may state our default in words. That of a switch states none.
-    let end = if text.is_some() { "" } else { " [default: true]" };
-    let stated = |help: Option<&StyledStr>| {
-        let help = help?.to_string();
-        let stated = help.split_once(" [default: ");
-        let without =
-            stated.and_then(|(help, rest)| Some([help, rest.split_once(']')?.1].concat()));
-        Some(StyledStr::from(without.unwrap_or(help) + end))
-    };
-    let help = Resettable::from(stated(arg.get_help()));
-    let long_help = Resettable::from(stated(arg.get_long_help()));
-    let arg = arg.help(help).long_help(long_help);
-    match text {
-        Some(text) => arg.default_value(text),
-        None => arg,
+    let given = value.and_then(|value| to_arg(&arg, value).ok()?);
+    match given.as_deref().map(|given| given.split_once('=')) {
+        Some(Some((_, text))) => arg.default_value(text.to_owned()),
+        Some(None) => states_default(arg, "true"), // of a switch
+        None => match arg.get::<DefaultInWords>() {
+            Some(&DefaultInWords(words)) => states_default(arg, words),
+            None => arg,
+        },
     }
+}
+
+/// Returns `arg` with a help that states its default in words, in the form in which clap states values.
+fn states_default(arg: Arg, words: &str) -> Arg {
+    let stated = |help: Option<&StyledStr>, gap| {
+        Some(StyledStr::from(format!("{}{gap}[default: {words}]", help?)))
+    };
+    let help = Resettable::from(stated(arg.get_help(), " "));
+    let long_help = Resettable::from(stated(arg.get_long_help(), "\n\n"));
+    arg.help(help).long_help(long_help)
 }
 
 /// Returns whether two options have a name in common.
