@@ -124,23 +124,25 @@ impl Prometheus {
         let metrics = metrics.map(|(name, value)| (label("name", name), *value));
         let help = "A metric of the program, of the last validation";
         text += &self.metric("validation_metric", help, metrics);
-        if let Some(end) = end {
-            let by_rank = |value: fn(&RankEnd) -> f64| {
-                let values = end.ranks.iter().map(value).enumerate();
-                values.map(|(rank, value)| (label("rank", rank), value))
-            };
-            let help = "Time that a rank waited for data, at the end of the run";
-            let waits = by_rank(|rank| rank.data_wait_seconds);
-            text += &self.metric("rank_data_wait_seconds", help, waits);
-            let help = "Time of a rank in collectives, with waiting, at the end of the run";
-            let collectives = by_rank(|rank| rank.phases.collectives);
-            text += &self.metric("rank_collective_seconds", help, collectives);
-            let help = "Time that the others waited for the straggler";
-            let labels = |it: &Straggler| label("rank", it.rank) + &label("phase", it.phase);
-            let straggler = end.straggler.as_ref().map(|it| (labels(it), it.seconds));
-            text += &self.metric("straggler_seconds", help, straggler);
-        }
-        text
+        text + &end.as_ref().map_or(String::new(), |end| self.text_of_ranks(end))
+    }
+
+    /// Returns the metrics of the ranks, as text, which are known at the end of the run.
+    fn text_of_ranks(&self, end: &End) -> String {
+        let by_rank = |value: fn(&RankEnd) -> f64| {
+            let values = end.ranks.iter().map(value).enumerate();
+            values.map(|(rank, value)| (label("rank", rank), value))
+        };
+        let help = "Time that a rank waited for data, at the end of the run";
+        let waits = by_rank(|rank| rank.data_wait_seconds);
+        let mut text = self.metric("rank_data_wait_seconds", help, waits);
+        let help = "Time of a rank in collectives, with waiting, at the end of the run";
+        let collectives = by_rank(|rank| rank.phases.collectives);
+        text += &self.metric("rank_collective_seconds", help, collectives);
+        let help = "Time that the others waited for the straggler";
+        let labels = |it: &Straggler| label("rank", it.rank) + &label("phase", it.phase);
+        let straggler = end.straggler.as_ref().map(|it| (labels(it), it.seconds));
+        text + &self.metric("straggler_seconds", help, straggler)
     }
 
     /// Returns the lines of a metric, if there is any sample of it: its labels besides `run`, and its value. One whose name

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::thread;
 
-use crossbeam::channel::unbounded;
+use crossbeam::channel::{Sender, unbounded};
 
 use super::watching::{Thread, Watching};
 use super::{RankFunction, Spawn, leave_error};
@@ -46,21 +46,51 @@ impl Spawn {
         f: &RankFunction<T>,
     ) -> Result<Vec<T>, Box<SpawnError>> {
         let joined_launch = Arc::new(self.joined_launch.clone());
-        let local_ranks = joined_launch.ranks_here();
         let run = self.run_context();
-        let (ended_tx, ended_rx) = unbounded();
-
-        let mut threads: Vec<Thread<T>> = Vec::with_capacity(local_ranks.len());
         let cpus = prepare(&joined_launch, &run).inspect_err(|error| {
-            run.report(local_ranks.start, Some(error), error.to_string());
+            run.report(joined_launch.ranks_here().start, Some(error), error.to_string());
         });
         // Before the ranks print their first lines, which would be lost on a screen that somebody draws on.
         self.show_ranks(&run);
-        let startable = if cpus.is_ok() { local_ranks.len() } else { 0 };
-        let cpus = cpus.unwrap_or_default();
+        let (ended_tx, ended_rx) = unbounded();
+        let mut threads = Vec::new();
+        if let Ok(cpus) = cpus {
+            threads = self.start_threads(f, &joined_launch, &run, &cpus, &ended_tx);
+        }
+        drop(ended_tx);
+        let table = Watching::new(self, &run, &ended_rx, &mut threads).watch();
+        self.tell_end(&run);
+        give_back_memory();
+        if let Some(world) = &joined_launch.world {
+            let failed = run.cancel.cancelled_by().is_some();
+            let asked_to_end =
+                || self.stop.as_ref().is_some_and(|stop| stop.request_reason().is_some());
+            let patience = joined_launch.grace_period;
+            world.leave(Stay { patience, failed, asked_to_end: &asked_to_end });
+        }
+        let result = self.result(&run, threads, table);
+        if let Err(error) = &result
+            && self.leaves_error
+        {
+            let launch = &joined_launch.launch;
+            leave_error(launch, &error.to_string(), &self.observers);
+        }
+        result
+    }
+
+    /// Starts the threads of the ranks on their `cpus`, until one cannot be started, which is reported. Each sends its index
+    /// to `ended_tx` when it can be joined.
+    fn start_threads<T: Send + 'static>(
+        &self,
+        f: &RankFunction<T>,
+        joined_launch: &Arc<JoinedLaunch>,
+        run: &Arc<RunContext>,
+        cpus: &[CpuList],
+        ended_tx: &Sender<usize>,
+    ) -> Vec<Thread<T>> {
+        let mut threads = Vec::new();
         let bootstrap = Arc::<SharedBootstrap>::default();
-        for index in 0..startable {
-            let rank = local_ranks.start + index;
+        for (index, rank) in joined_launch.ranks_here().enumerate() {
             let thread = RankThread {
                 index,
                 joined_launch: joined_launch.clone(),
@@ -82,25 +112,7 @@ impl Spawn {
                 }
             }
         }
-        drop(ended_tx);
-        let table = Watching::new(self, &run, &ended_rx, &mut threads).watch();
-        self.tell_end(&run);
-        give_back_memory();
-        if let Some(world) = &joined_launch.world {
-            let failed = run.cancel.cancelled_by().is_some();
-            let asked_to_end =
-                || self.stop.as_ref().is_some_and(|stop| stop.request_reason().is_some());
-            let patience = joined_launch.grace_period;
-            world.leave(Stay { patience, failed, asked_to_end: &asked_to_end });
-        }
-        let result = self.result(&run, threads, table);
-        if let Err(error) = &result
-            && self.leaves_error
-        {
-            let launch = &joined_launch.launch;
-            leave_error(launch, &error.to_string(), &self.observers);
-        }
-        result
+        threads
     }
 
     /// Returns the state that the ranks are to share, before they start.

@@ -1,6 +1,5 @@
 //! Validation: loss and accuracy on samples that the model is not trained on.
 
-use std::collections::BTreeMap;
 use std::f64::consts::LN_2;
 
 use anyhow::Result;
@@ -46,6 +45,37 @@ impl Validation {
         epoch: u64,
     ) -> Result<ValidationMetrics> {
         context.group().enter_phase(Operation::Validation, epoch);
+        let sums = self.sums_of_batches(context)?;
+        let has_names = context.criterion.has_own_loss() || context.criterion.has_metrics();
+        let (names, totals) = sums.of_all_ranks(context.group(), has_names)?;
+        let loss = totals[0] / totals[2];
+        if !loss.is_finite() {
+            return Err(context.nonfinite_validation(loss)?.into());
+        }
+        let means = totals[3..].iter().map(|sum| sum / totals[2]);
+        let classifies = context.criterion.classifies();
+        let is_text = classifies && context.tokens_per_sample.get().is_some_and(Option::is_some);
+        let state = &mut context.state;
+        let metrics = ValidationMetrics {
+            step: state.step,
+            epoch,
+            loss,
+            bits_per_token: is_text.then_some(loss / LN_2),
+            accuracy: classifies.then(|| totals[1] / totals[2]),
+            metrics: names.into_iter().zip(means).collect(),
+            best: state.best.as_ref().is_none_or(|best| loss < best.loss),
+        };
+        state.validations_since_best += 1;
+        if metrics.best {
+            state.best = Some(metrics.clone());
+            state.validations_since_best = 0;
+        }
+        context.group().end_phase();
+        Ok(metrics)
+    }
+
+    /// Returns the sums over the batches of this rank.
+    fn sums_of_batches<M: Forward>(&self, context: &mut TrainContext<M>) -> Result<Sums> {
         let device = context.group().device();
         let classifies = context.criterion.classifies();
         let mut sums = Sums::default();
@@ -67,35 +97,7 @@ impl Validation {
                 closure_error(error, &self.loader.samples(0, 0, index, 1).unwrap_or_default())
             })?;
         }
-        let has_names = context.criterion.has_own_loss() || context.criterion.has_metrics();
-        let (names, totals) = sums.of_all_ranks(context.group(), has_names)?;
-        let loss = totals[0] / totals[2];
-        if !loss.is_finite() {
-            return Err(context.nonfinite_validation(loss)?.into());
-        }
-        let means = totals[3..].iter().map(|sum| sum / totals[2]);
-        let metrics: BTreeMap<String, f64> = names.into_iter().zip(means).collect();
-        let is_text = classifies && context.tokens_per_sample.get().is_some_and(Option::is_some);
-        let state = &mut context.state;
-        let best = state.best.as_ref().is_none_or(|best| loss < best.loss);
-        let accuracy = classifies.then(|| totals[1] / totals[2]);
-        let bits_per_token = is_text.then(|| loss / LN_2);
-        let metrics = ValidationMetrics {
-            step: state.step,
-            epoch,
-            loss,
-            bits_per_token,
-            accuracy,
-            metrics,
-            best,
-        };
-        state.validations_since_best += 1;
-        if best {
-            state.best = Some(metrics.clone());
-            state.validations_since_best = 0;
-        }
-        context.group().end_phase();
-        Ok(metrics)
+        Ok(sums)
     }
 }
 
