@@ -18,7 +18,9 @@ pub(in crate::trainer) struct Events {
     every: u64,
     /// Whether the ranks measure metrics, which an observer of rank 0 wants.
     measures: bool,
+    /// When the steps since the last metrics began, and when the last of them was over.
     since: Instant,
+    until: Instant,
     totals: Totals,
     /// This rank's sum of the epoch's losses at the last metrics.
     loss_sum: f64,
@@ -41,8 +43,8 @@ struct Totals {
 
 impl Events {
     pub(in crate::trainer) fn new(every: u64) -> Self {
-        let totals = Totals::default();
-        Self { every, measures: false, since: Instant::now(), totals, loss_sum: 0.0 }
+        let (now, totals) = (Instant::now(), Totals::default());
+        Self { every, measures: false, since: now, until: now, totals, loss_sum: 0.0 }
     }
 
     /// Tells the metrics of the steps since the last ones, if there were any. A collective in that case.
@@ -66,7 +68,7 @@ impl Events {
         let totals = Vec::<f64>::try_from(group.to_host(&totals)?).doing(doing)?;
         let grad_norm = grad_norm.map(|norm| norm.f_double_value(&[]));
         let grad_norm = grad_norm.transpose().doing(doing)?;
-        let seconds = self.since.elapsed().as_secs_f64();
+        let seconds = self.until.duration_since(self.since).as_secs_f64();
         let samples_per_second = totals[2] / seconds;
         let counted = totals.get(3).copied().unwrap_or_default();
         let metrics = TrainMetrics {
@@ -98,6 +100,7 @@ impl Events {
             totals.grad_norm = Some(norm.shallow_clone());
         }
         totals.lr = step.lr;
+        self.until = Instant::now();
     }
 }
 
@@ -113,8 +116,13 @@ impl<M> Callback<M> for Events {
         if self.measures {
             self.loss_sum = context.loss_sum.sum(group)?;
         }
-        self.since = Instant::now();
         context.tell_on_rank_0(|| Event::Training(context.training_start()))
+    }
+
+    /// Begins to measure: what lies between two epochs, such as a validation, is no part of a step.
+    fn on_epoch_start(&mut self, _: &mut TrainContext<M>) -> Result<()> {
+        self.since = Instant::now();
+        Ok(())
     }
 
     /// Tells the step, and metrics if they are due: a collective in that case.
@@ -138,7 +146,6 @@ impl<M> Callback<M> for Events {
     /// Tells the validation, if there was one, and the epoch.
     fn on_epoch_end(&mut self, context: &mut TrainContext<M>, epoch: &mut Epoch) -> Result<()> {
         if let Some(validation) = &epoch.validation {
-            self.since = Instant::now(); // time spent on validation is not part of a step
             context.tell_tensors()?;
             context.tell_on_rank_0(|| Event::Validation(validation.clone()))?;
         }
