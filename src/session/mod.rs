@@ -247,12 +247,14 @@ impl Session {
         let Self { joined_launch, printer, .. } = self;
         printer.end_progress();
         if let Err(error) = &result {
-            let printed = printer.flush_epochs().and_then(|()| match joined_launch.launch.parent {
-                // The parent process prints it, unless the run was asked to stop.
-                Some(_) if error.stopped.is_none() || !joined_launch.is_first() => Ok(()),
-                _ => printer.print(&Event::failure(&error.failure)),
-            });
-            if let Err(unwritable) = printed {
+            // The parent process prints it, unless the run was asked to stop.
+            let is_printed_by_parent = joined_launch.launch.parent.is_some()
+                && (error.stopped.is_none() || !joined_launch.is_first());
+            let mut told = printer.flush_epochs().map_err(anyhow::Error::from);
+            if !is_printed_by_parent {
+                told = told.and(self.observers.tell(&Event::failure(&error.failure)));
+            }
+            if let Err(unwritable) = told {
                 printer.report(&unwritable.to_string());
             }
         }

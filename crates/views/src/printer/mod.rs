@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use rustix::fs::{FileType, fstat};
+use rustix::io::Errno;
 use serde::Serialize;
 use serde_with::SerializeDisplay;
 use strum::{Display, EnumString, VariantNames};
@@ -51,6 +52,7 @@ pub struct Printer {
     progress: Mutex<ProgressClock>,
     display: Mutex<Display>,
     /// Whether the live view is to be shown, and can be.
+    #[doc(hidden)]
     pub shows_live: bool,
     /// Whether notes and the progress bar are left out.
     is_quiet: bool,
@@ -186,51 +188,47 @@ impl Printer {
         if epochs.len() < world_size {
             return Ok(());
         }
-        let mut epochs = waiting.remove(&number).unwrap_or_default();
-        epochs.sort_by_key(|epoch| epoch.rank);
+        let epochs = waiting.remove(&number).unwrap_or_default();
         // Still locked: the lines of two epochs must not mix.
-        // Loss and validation are the same on all ranks. They are printed once, in the process of rank 0.
-        let first = epochs.first_mut().filter(|epoch| epoch.rank == 0);
-        let loss = first.as_ref().map(|epoch| epoch.loss);
-        let validation = first.and_then(|epoch| epoch.validation.take());
-        self.epochs(epochs)?;
-        let is_text = self.format == LogFormat::Text;
-        if let Some(loss) = loss.filter(|_| is_text) {
-            self.info(&format!("epoch {number}: loss {loss:.6}"));
-        }
-        match validation {
-            Some(metrics) if is_text => {
-                let best = if metrics.best { " (best so far)" } else { "" };
-                let text = validation_text(&metrics);
-                self.info(&format!("validation after epoch {number}: {text}{best}"));
-                Ok(())
-            }
-            Some(metrics) => self.object(&Event::Validation(metrics)),
-            None => Ok(()),
-        }
+        self.epochs(epochs)
     }
 
-    /// Prints an epoch of several ranks.
-    fn epochs(&self, epochs: impl IntoIterator<Item = Epoch>) -> io::Result<()> {
-        for epoch in epochs {
-            if self.format == LogFormat::Json {
-                self.object(&Event::Epoch(epoch))?;
-                continue;
-            }
-            let Epoch { device, epoch, batch_size, steps, .. } = epoch;
-            self.line(&format!(
-                "{device} | Epoch: {epoch} | Batchsize: {batch_size} | Steps: {steps}"
-            ))?;
-        }
-        Ok(())
-    }
-
-    /// Prints the epochs that not all ranks finished.
+    /// Prints the epochs that not all ranks finished, when the ranks have ended.
     ///
     /// # Errors
     /// The errors of [`Printer::print`].
     pub fn flush_epochs(&self) -> io::Result<()> {
-        self.epochs(std::mem::take(&mut *self.waiting.lock()).into_values().flatten())
+        let waiting = std::mem::take(&mut *self.waiting.lock());
+        waiting.into_values().try_for_each(|epochs| self.epochs(epochs))
+    }
+
+    /// Prints the same epoch of several ranks. Loss and validation are the same on all ranks, and are printed once, in the
+    /// process of rank 0.
+    fn epochs(&self, mut epochs: Vec<Epoch>) -> io::Result<()> {
+        epochs.sort_by_key(|epoch| epoch.rank);
+        let of_rank_0 = epochs.first_mut().filter(|epoch| epoch.rank == 0);
+        let validation = of_rank_0.and_then(|epoch| epoch.validation.take());
+        if self.format == LogFormat::Json {
+            epochs.into_iter().try_for_each(|epoch| self.object(&Event::Epoch(epoch)))?;
+            return match validation {
+                Some(validation) => self.object(&Event::Validation(validation)),
+                None => Ok(()),
+            };
+        }
+        for Epoch { device, epoch, batch_size, steps, .. } in &epochs {
+            self.line(&format!(
+                "{device} | Epoch: {epoch} | Batchsize: {batch_size} | Steps: {steps}"
+            ))?;
+        }
+        if let Some(Epoch { rank: 0, epoch, loss, .. }) = epochs.first() {
+            self.info(&format!("epoch {epoch}: loss {loss:.6}"));
+        }
+        if let Some(validation) = validation {
+            let best = if validation.best { " (best so far)" } else { "" };
+            let text = validation_text(&validation);
+            self.info(&format!("validation after epoch {}: {text}{best}", validation.epoch));
+        }
+        Ok(())
     }
 
     /// Prints a result: `object` as a line of JSON, or the text that `write` writes.
@@ -429,7 +427,7 @@ fn nobody_reads(error: &io::Error) -> bool {
         stdout == Ok(FileType::CharacterDevice)
     };
     error.kind() == ErrorKind::BrokenPipe
-        || (error.raw_os_error() == Some(libc::EIO) && is_device())
+        || (Errno::from_io_error(error) == Some(Errno::IO) && is_device())
 }
 
 /// Returns the error of writing to stdout, with the limit of the system that caused it explained.
