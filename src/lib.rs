@@ -109,19 +109,19 @@
 //! | `session` | what commands share: joining the launch, where a run starts, its views, its summary |
 //! | [`config`] | what can be said: defaults, then a file, then flags |
 //! | [`views`] | what a person sees of a run, made of its events: text, JSON, metrics, traces, reports |
-//! | [`launch`] | a thread for each rank; how they meet and how they fail, in one process or several |
+//! | [`launch`] | which launcher started what; a thread for each rank; how the ranks meet at a store, and how they fail |
 //! | [`trainer`] | the loop: epochs, batches, steps; a callback for each thing besides |
 //! | [`events`] | what happens in a run, as plain data, and who is told of it |
-//! | [`checkpoint`] | saved completely, resumed exactly |
+//! | [`checkpoint`] | what a checkpoint holds; written completely, resumed exactly |
 //! | [`ddp`] | same start, averaged gradients: same model on all ranks |
 //! | [`optim`] | steps the flat buffers; learning rates; clipping; loss scales |
 //! | [`data`] | which sample goes to which rank; data files |
 //! | [`models`] | models by name |
-//! | [`process_group`] | all_reduce, broadcast and all other collectives, over threads, NCCL or Gloo |
+//! | [`process_group`] | all_reduce, broadcast and all other collectives, over threads, NCCL or Gloo; whether all ranks make the same call |
 //! | [`ffi`] | what `tch` lacks |
 //! | [`os`] | signals, limits and the exit of the process |
 //! | `files` | what a user names is opened without waiting, and appended to in whole rows |
-//! | `runtime` | who does what, who failed first, and what wakes ranks that wait |
+//! | `runtime` | the flight recorder; who failed first, and what wakes ranks that wait; agreed stops; injected faults |
 //! | [`records`] | plain data that a run measures |
 //! | `error` | the errors, and which rank to suspect |
 //! | `operation` | the operations that errors and traces name, and what each collective moves |

@@ -6,6 +6,7 @@
 
 pub use tch::{Device, Kind, Reduction, Tensor};
 
+pub use crate::events::{Event, Observer};
 pub use crate::models::{Forward, Model, ModelConfig, ModelKind};
 pub use crate::trainer::{
     Callback, Criterion, Epoch, Loss, LossParts, SaveEvery, Step, TrainContext, Trainer,

@@ -5,6 +5,7 @@
 //! and stderr the rest. The live view draws on the terminal, and lends it back to the printer.
 
 mod columns;
+mod curve;
 mod explain;
 mod json_lines;
 mod language;
@@ -25,22 +26,26 @@ use strum::{EnumIter, IntoStaticStr};
 use engine::error::Result;
 use engine::events::Observer;
 
-#[doc(hidden)] // for the commands of the program
-pub use columns::in_columns;
 pub use explain::{Explain, RunInfo};
-pub use explain::{indices, paragraph, table};
 pub use language::Language;
-pub use language::filled;
 pub use live::Live;
 pub use metrics::Metrics;
-pub use printer::validation_text;
-pub use printer::{LogFormat, Printer, unwritable_stdout};
-pub use printer::{Utf8Stream, train_texts};
+pub use printer::{LogFormat, Printer};
 pub use prometheus::{Prometheus, RunFacts};
 pub use record::Record;
 pub use report::{Dealing, Report, ReportFacts};
 pub use tensorboard::{SummaryWriter, TensorBoard};
 pub use trace::Trace;
+
+// For the commands of the program.
+#[doc(hidden)]
+pub use columns::in_columns;
+#[doc(hidden)]
+pub use explain::{indices, paragraph, table};
+#[doc(hidden)]
+pub use language::filled;
+#[doc(hidden)]
+pub use printer::{Utf8Stream, train_texts, unwritable_stdout, validation_text};
 
 /// A view of a run.
 pub trait View: Observer {
@@ -78,16 +83,4 @@ pub enum RunState {
     Stopped,
     /// The run has failed.
     Failed,
-}
-
-/// Adds a point to a curve. Of one that has `most` points, drops every second before.
-fn add_point<T>(curve: &mut Vec<T>, most: usize, point: T) {
-    if curve.len() >= most {
-        let mut number = 0;
-        curve.retain(|_| {
-            number += 1;
-            number % 2 == 1
-        });
-    }
-    curve.push(point);
 }

@@ -17,6 +17,7 @@ use serde::Serialize;
 
 use crate::records::{TrainMetrics, ValidationMetrics};
 use crate::runtime::RankFailure;
+pub use crate::runtime::{OpEntry, OpTotals, SourceLine};
 use run::by_failure;
 
 pub use activity::RanksActivity;
@@ -26,7 +27,9 @@ pub use fingerprint::{Fingerprint, StepFingerprint, StepOfRank, TensorHash, Tens
 pub use observer::{Observer, Observers, Wants};
 pub(crate) use operations::Clock;
 pub use operations::FlightRecorderDump;
-pub use operations::{Collective, RankEntries, collective, has_entered};
+pub use operations::RankEntries;
+#[doc(hidden)] // for views that look for the ranks that are missing
+pub use operations::{Collective, collective, has_entered};
 pub use probe::{Probe, ProbedStep, RankStep};
 pub use run::{End, Epoch, RankEnd, Start, TrainingStart};
 pub use straggler::{Straggler, find_straggler};
@@ -37,7 +40,7 @@ pub use straggler::{Straggler, find_straggler};
 #[derive(Debug, Clone, Serialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum Event {
-    /// The ranks have connected. Told by the program, as [`Event::End`] and [`Event::Failure`].
+    /// The ranks have connected. `App` tells it, as [`Event::End`] and [`Event::Failure`]; the engine alone does not.
     Start(Start),
     /// Rank 0 begins to train, or goes on after a resume.
     Training(TrainingStart),

@@ -23,7 +23,9 @@ mod spawn;
 mod stall;
 mod world;
 
-pub use crate::runtime::{Fault, RankFailure, StopReason, StopRequest, install_panic_hook};
+pub use crate::runtime::{
+    Fault, FaultKind, FlipPlace, RankFailure, StopReason, StopRequest, install_panic_hook,
+};
 pub use binding::BindChoice;
 pub use binding::Binding;
 pub(crate) use binding::LocalRanks;

@@ -81,7 +81,9 @@ pub(crate) struct SpanId {
 /// How often a rank has begun a kind of collective or message.
 #[derive(Debug, Default, Clone, Copy, Serialize)]
 pub struct OpTotals {
+    /// How often.
     pub calls: u64,
+    /// With how many bytes in all.
     pub bytes: u64,
 }
 

@@ -25,11 +25,10 @@ pub(crate) use clock::Instant;
 pub use clock::{Deadline, MAX_WAIT};
 pub(crate) use failure::Failure;
 pub use failure::RankFailure;
-pub use fault::Fault;
-pub use fault::FaultKind;
-pub(crate) use fault::FlipPlace;
+pub use fault::{Fault, FaultKind, FlipPlace};
+pub use flight_recorder::OpTotals;
 pub(crate) use flight_recorder::{
-    CallSite, FlightRecorder, MOST_ENTRIES, OpStart, OpTotals, SpanId, format_call_site,
+    CallSite, FlightRecorder, MOST_ENTRIES, OpStart, SpanId, format_call_site,
 };
 pub use op_entry::{OpEntry, SourceLine};
 pub use panics::install_panic_hook;
