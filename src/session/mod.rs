@@ -112,11 +112,7 @@ impl Session {
     ) -> anyhow::Result<Option<Self>> {
         let status_requests = status_signal().context("watching for signals")?;
         let (config, data) = open_data(config)?;
-        // The processes of `--spawn=processes` start together, so none waits long for another.
-        let may_wait = launch.master.is_some() && launch.kind != LaunchKind::Spawned;
-        let join = || join_launch(&config, "train", launch, cuda, printer);
-        let joined_launch =
-            if may_wait { end_at_signals_in(&stop, join)?.transpose()? } else { Some(join()?) };
+        let joined_launch = join_unless_stopped(&config, launch, &stop, cuda, printer)?;
         let Some(joined_launch) = joined_launch else { return Ok(None) };
         joined_launch.before_ranks(|| config.validate_for(joined_launch.world_size()))?;
         joined_launch.before_ranks(|| check_simulated_network(&config, &joined_launch))?;
@@ -127,19 +123,15 @@ impl Session {
         } else {
             StartPoint::default()
         };
-        let views = joined_launch.before_ranks(|| {
-            config.validate_files(joined_launch.process()[1])?;
-            check_kept(&config, &joined_launch)?;
-            let is_first = joined_launch.is_first();
-            if is_first {
-                check_metrics(&config)?;
-            }
-            let backend = &backend(&config, &joined_launch);
-            let (config, joined_launch, data, stop) = (&config, &joined_launch, &data, &stop);
-            let opening = Opening { config, joined_launch, data, backend, stop, printer };
-            let open_folder = || if is_first { start_point.open_folder(config) } else { Ok(()) };
-            Views::open(&opening, open_folder)
-        })?;
+        let opening = Opening {
+            config: &config,
+            joined_launch: &joined_launch,
+            data: &data,
+            backend: &backend(&config, &joined_launch),
+            stop: &stop,
+            printer,
+        };
+        let views = joined_launch.before_ranks(|| open_views(&opening, &mut start_point))?;
         let session = Self {
             observers: views.observers(printer),
             views,
@@ -270,6 +262,32 @@ impl Session {
         }
         Ok(stopped)
     }
+}
+
+/// Joins the launch. Returns `None` if a signal has ended the wait for the other processes.
+fn join_unless_stopped(
+    config: &Config,
+    launch: Launch,
+    stop: &StopRequest,
+    cuda: &Cuda,
+    printer: &Printer,
+) -> anyhow::Result<Option<JoinedLaunch>> {
+    // The processes of `--spawn=processes` start together, so none waits long for another.
+    let may_wait = launch.master.is_some() && launch.kind != LaunchKind::Spawned;
+    let join = || join_launch(config, "train", launch, cuda, printer);
+    Ok(if may_wait { end_at_signals_in(stop, join)?.transpose()? } else { Some(join()?) })
+}
+
+/// Checks the files of the run, and opens the views and the folder to save in.
+fn open_views(run: &Opening<'_>, start_point: &mut StartPoint) -> Result<Views> {
+    let Opening { config, joined_launch, .. } = *run;
+    config.validate_files(joined_launch.process()[1])?;
+    check_kept(config, joined_launch)?;
+    let is_first = joined_launch.is_first();
+    if is_first {
+        check_metrics(config)?;
+    }
+    Views::open(run, || if is_first { start_point.open_folder(config) } else { Ok(()) })
 }
 
 /// Returns the name of the backend, whether the network is simulated and whether steps are recorded, for the user.
