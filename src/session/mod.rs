@@ -123,15 +123,9 @@ impl Session {
         } else {
             StartPoint::default()
         };
-        let opening = Opening {
-            config: &config,
-            joined_launch: &joined_launch,
-            data: &data,
-            backend: &backend(&config, &joined_launch),
-            stop: &stop,
-            printer,
-        };
-        let views = joined_launch.before_ranks(|| open_views(&opening, &mut start_point))?;
+        let views = joined_launch.before_ranks(|| {
+            open_views(&config, &joined_launch, &data, &mut start_point, &stop, printer)
+        })?;
         let session = Self {
             observers: views.observers(printer),
             views,
@@ -279,15 +273,24 @@ fn join_unless_stopped(
 }
 
 /// Checks the files of the run, and opens the views and the folder to save in.
-fn open_views(run: &Opening<'_>, start_point: &mut StartPoint) -> Result<Views> {
-    let Opening { config, joined_launch, .. } = *run;
+fn open_views(
+    config: &Config,
+    joined_launch: &JoinedLaunch,
+    data: &Data,
+    start_point: &mut StartPoint,
+    stop: &Arc<StopRequest>,
+    printer: &Arc<Printer>,
+) -> Result<Views> {
     config.validate_files(joined_launch.process()[1])?;
     check_kept(config, joined_launch)?;
     let is_first = joined_launch.is_first();
     if is_first {
         check_metrics(config)?;
     }
-    Views::open(run, || if is_first { start_point.open_folder(config) } else { Ok(()) })
+    let backend = &backend(config, joined_launch);
+    let opening = Opening { config, joined_launch, data, backend, stop, printer };
+    let open_folder = || if is_first { start_point.open_folder(config) } else { Ok(()) };
+    Views::open(&opening, open_folder)
 }
 
 /// Returns the name of the backend, whether the network is simulated and whether steps are recorded, for the user.
