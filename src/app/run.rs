@@ -69,29 +69,11 @@ fn parse(program: &Program) -> Result<Cli, u8> {
 
 /// Runs the command, and returns the exit code.
 fn run_command(program: &Arc<Program>, cli: Cli) -> anyhow::Result<u8> {
-    if matches!(
-        cli.command,
-        None | Some(Command::Train(_) | Command::Bench(_) | Command::Verify(_))
-    ) {
-        os::limit_spinning_in_main();
-    }
-    check_version()?; // ahead of every other use of libtorch
-    keep_memory();
-    if !panics::wants_backtraces() {
-        hide_stack_traces(); // for closures that run before the ranks start
-    }
     let Cli { command, quiet, train } = cli;
     let command = command.unwrap_or(Command::Train(train));
+    prepare_process(&command)?;
     let printer = |format| Arc::new(Printer::new(format).quiet(quiet));
     let text = || printer(LogFormat::Text);
-    let tool = |flags: &TrainFlags, tool| {
-        let config = flags.resolve_tool(program, tool)?;
-        let printer = printer(config.output.log_format);
-        Ok::<_, Error>((config, printer))
-    };
-    if !matches!(command, Command::Train(_)) {
-        os::release_user_signals();
-    }
     let result = match command {
         Command::Train(flags) => return run_training(program, &flags, quiet),
         Command::Comm(flags) => {
@@ -99,21 +81,10 @@ fn run_command(program: &Arc<Program>, cli: Cli) -> anyhow::Result<u8> {
             commands::comm(&flags, &cuda::load(), &printer)
         }
         Command::Env(flags) => show_env(program, &flags),
-        Command::Bench(Bench { subcommand: Some(BenchCommand::Step(flags)), .. }) => {
-            let (config, printer) = tool(&flags.train, Tool::BenchStep)?;
-            commands::bench_step(config, flags.steps, &cuda::load(), &printer)
-        }
-        Command::Bench(Bench { subcommand: Some(BenchCommand::Scaling(flags)), .. }) => {
-            let (config, printer) = tool(&flags.train, Tool::BenchScaling)?;
-            let (steps, repetitions) = (flags.steps, flags.repetitions);
-            commands::bench_scaling(config, steps, repetitions, &cuda::load(), &printer)
-        }
-        Command::Bench(Bench { subcommand: None, collective: flags }) => {
-            let printer = printer(flags.log_format);
-            commands::bench(&flags, &cuda::load(), &printer)
-        }
+        Command::Bench(bench) => run_bench(program, &bench, quiet),
         Command::Verify(flags) => {
-            let (config, printer) = tool(&flags.train, Tool::Verify)?;
+            let config = flags.train.resolve_tool(program, Tool::Verify)?;
+            let printer = printer(config.output.log_format);
             commands::verify(config, flags.steps, flags.per_parameter, &cuda::load(), &printer)
         }
         Command::Diff(flags) => commands::diff(&flags, &text()),
@@ -127,6 +98,44 @@ fn run_command(program: &Arc<Program>, cli: Cli) -> anyhow::Result<u8> {
         Command::Sampler(flags) => commands::sampler(&flags, &printer(flags.log_format)),
     };
     result.map(|()| 0)
+}
+
+/// Prepares this process for `command`: its threads, libtorch, and its signals.
+fn prepare_process(command: &Command) -> Result<()> {
+    if matches!(command, Command::Train(_) | Command::Bench(_) | Command::Verify(_)) {
+        os::limit_spinning_in_main();
+    }
+    check_version()?; // ahead of every other use of libtorch
+    keep_memory();
+    if !panics::wants_backtraces() {
+        hide_stack_traces(); // for closures that run before the ranks start
+    }
+    if !matches!(command, Command::Train(_)) {
+        os::release_user_signals();
+    }
+    Ok(())
+}
+
+/// Measures a collective, a training step or the scaling.
+fn run_bench(program: &Arc<Program>, bench: &Bench, quiet: bool) -> anyhow::Result<()> {
+    let printer = |format| Arc::new(Printer::new(format).quiet(quiet));
+    match &bench.subcommand {
+        Some(BenchCommand::Step(flags)) => {
+            let config = flags.train.resolve_tool(program, Tool::BenchStep)?;
+            let printer = printer(config.output.log_format);
+            commands::bench_step(config, flags.steps, &cuda::load(), &printer)
+        }
+        Some(BenchCommand::Scaling(flags)) => {
+            let config = flags.train.resolve_tool(program, Tool::BenchScaling)?;
+            let printer = printer(config.output.log_format);
+            let (steps, repetitions) = (flags.steps, flags.repetitions);
+            commands::bench_scaling(config, steps, repetitions, &cuda::load(), &printer)
+        }
+        None => {
+            let printer = printer(bench.collective.log_format);
+            commands::bench(&bench.collective, &cuda::load(), &printer)
+        }
+    }
 }
 
 /// Trains and returns the exit code.

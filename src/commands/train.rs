@@ -1,5 +1,6 @@
 //! `ddp-mp train`: starts the ranks, and trains on each.
 
+use std::rc::Rc;
 use std::sync::Arc;
 
 use crate::config::Config;
@@ -11,6 +12,9 @@ use engine::data::{DataLoader, DistributedSampler};
 use engine::error::Shown;
 use engine::ffi::cuda::Cuda;
 use engine::launch::{Launch, Rank, Restarts, StopReason};
+use engine::models::Model;
+use engine::process_group::ProcessGroup;
+use engine::trainer::Trainer;
 use views::Printer;
 
 /// Trains as `config` says, until all ranks finish. Returns `Some(reason)` if training stopped early.
@@ -48,6 +52,27 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     if rank.rank() == 0 {
         session.tell_start(training.ddp.num_parameters())?;
     }
+    let mut trainer = trainer(training, rank, &group, session)?;
+    if let Some(checkpoint) = &checkpoint {
+        trainer.resume(checkpoint)?;
+    }
+    let summary = trainer.train(config.training.max_epochs)?;
+    note_if_not_kept(rank, config, printer);
+
+    group.barrier()?;
+    let replicas_equal = show_end(&trainer, &summary, session, &group)?;
+    session.note_stop(summary.stopped);
+    if replicas_equal { Ok(()) } else { Ok(refuse_different_replicas(&trainer, session)?) }
+}
+
+/// Returns the trainer of `training`, with all that the options of the session add.
+fn trainer(
+    training: Training,
+    rank: &Rank,
+    group: &Rc<ProcessGroup>,
+    session: &Session,
+) -> anyhow::Result<Trainer<Model>> {
+    let Session { config, data, start_point, .. } = session;
     let hash_before_broadcast = training.hash_before_broadcast;
     let mut trainer = training
         .trainer(config, config.trainer_options())?
@@ -68,7 +93,7 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
         let sampler = DistributedSampler::new(validation.len(), rank.world_size(), rank.rank())?;
         let (batch_size, device) = (config.training.batch_size, rank.device());
         let loader = DataLoader::new(validation.clone(), sampler.uneven(), batch_size, device)?;
-        trainer = trainer.validation(loader.pin_memory(&group)?, config.data.val_every);
+        trainer = trainer.validation(loader.pin_memory(group)?, config.data.val_every);
     }
     if config.checkpoints.checkpoint_dir.is_some() {
         let dir = start_point.checkpoint_dir.clone();
@@ -76,10 +101,11 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
             .checkpoints(dir, config.save_every(), config.options()?)
             .data_files(start_point.data_files.clone());
     }
-    if let Some(checkpoint) = &checkpoint {
-        trainer.resume(checkpoint)?;
-    }
-    let summary = trainer.train(config.training.max_epochs)?;
+    Ok(trainer)
+}
+
+/// Notes that the run had no step of `--keep-step`, on the rank of `--keep-rank`.
+fn note_if_not_kept(rank: &Rank, config: &Config, printer: &Printer) {
     if let Some(keep) = config.keep()
         && keep.rank == rank.rank()
         && !keep.file.is_file()
@@ -90,9 +116,4 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
             keep.file.shown()
         ));
     }
-
-    group.barrier()?;
-    let replicas_equal = show_end(&trainer, &summary, session, &group)?;
-    session.note_stop(summary.stopped);
-    if replicas_equal { Ok(()) } else { Ok(refuse_different_replicas(&trainer, session)?) }
 }

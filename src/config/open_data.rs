@@ -53,26 +53,36 @@ impl Config {
     ///
     /// # Errors
     /// [`Error::Input`] when a data file is invalid, or when given sizes differ from those of the file.
-    pub fn open_data(mut self, seed: u64) -> Result<(Self, Data)> {
+    pub fn open_data(self, seed: u64) -> Result<(Self, Data)> {
         if let Some(open) = self.program.dataset.clone() {
             return self.open_own(&*open, seed);
         }
         if self.data.dataset == DatasetSpec::RANDOM {
-            let Some([samples, inputs, outputs]) = self.sizes() else {
-                let keys = SIZES.join(", ");
-                return Err(Error::usage(format!("random data needs all of {keys}")));
-            };
-            let targets = match self.target_kind() {
-                TargetKind::Values => Targets::Values(outputs),
-                TargetKind::Classes => Targets::Classes(outputs),
-            };
-            let dataset = Arc::new(TensorDataset::random(samples, inputs, targets, seed)?);
-            return self.hold_back(dataset, seed);
+            return self.open_random(seed);
         }
         if let Some(file) = self.data.dataset.text_file() {
             let text = TextDataset::open(file, self.model.block_size as usize)?;
             return self.open_text(text);
         }
+        self.open_files(seed)
+    }
+
+    /// Returns random data, and this configuration with its number of training samples.
+    fn open_random(self, seed: u64) -> Result<(Self, Data)> {
+        let Some([samples, inputs, outputs]) = self.sizes() else {
+            let keys = SIZES.join(", ");
+            return Err(Error::usage(format!("random data needs all of {keys}")));
+        };
+        let targets = match self.target_kind() {
+            TargetKind::Values => Targets::Values(outputs),
+            TargetKind::Classes => Targets::Classes(outputs),
+        };
+        let dataset = Arc::new(TensorDataset::random(samples, inputs, targets, seed)?);
+        self.hold_back(dataset, seed)
+    }
+
+    /// Returns the data of the files of `--dataset`, and this configuration with their sizes.
+    fn open_files(mut self, seed: u64) -> Result<(Self, Data)> {
         let mut notes = Vec::new();
         if self.target_kind() == TargetKind::Values && self.data.dataset.has_classes() {
             notes.push(format!(

@@ -191,125 +191,110 @@ mod tests {
         }
     }
 
+    /// Options with an invalid value, and the beginning of the error.
+    const INVALID: &[(&str, &str)] = &[
+        (
+            "batch_size = 0",
+            "invalid value '0' for '--batch-size <N>': expected a whole number from 1 to 2147483647",
+        ),
+        (
+            "max_epochs = 0",
+            "invalid value '0' for '--max-epochs <N>': expected a whole number, 1 or more",
+        ),
+        ("lr = -0.1", "invalid value '-0.1' for '--lr <X>': expected a number from 0 to 3.4e38"),
+        (
+            "bucket_cap_mb = 0.0",
+            "invalid value '0.0' for '--bucket-cap-mb <MIB>': expected a number above 0 and at most 1048576",
+        ),
+        (
+            "bucket_cap_mb = 1e300",
+            "invalid value '1e300' for '--bucket-cap-mb <MIB>': expected a number above 0 and at most 1048576",
+        ),
+        (
+            "batch_size = 9223372036854775807",
+            "invalid value '9223372036854775807' for '--batch-size <N>': expected a whole number from 1 to 2147483647",
+        ),
+        (
+            "grad_accum_steps = 2147483648",
+            "invalid value '2147483648' for '--grad-accum-steps <N>': expected a whole number from 1 to 2147483647",
+        ),
+        (
+            "num_workers = 2\nprefetch_factor = 1025",
+            "invalid value '1025' for '--prefetch-factor <N>': expected a whole number from 1 to 1024",
+        ),
+        ("num_samples = 9223372036854775807", "--num-samples: 9223372036854775807 random samples"),
+        (
+            "hidden = [8, 0]",
+            "invalid value '0' for '--hidden <N,...>': expected a whole number, 1 or more",
+        ),
+        ("hidden = [8]", "--hidden: applies only to an mlp; add --model mlp, or remove it"),
+        (
+            "hidden = []",
+            "invalid value '' for '--hidden <N,...>': expected a whole number, 1 or more",
+        ),
+        ("channels = [8]", "--channels: applies only to a cnn; add --model cnn, or remove it"),
+        (
+            "activation = \"tanh\"",
+            "--activation: applies only to an mlp or cnn; add --model mlp or cnn, or remove it",
+        ),
+        (
+            "activation = \"swish\"",
+            "invalid value 'swish' for '--activation <NAME>'\n  [possible values: relu",
+        ),
+        (
+            "model = \"mlp\"\nsync_batch_norm = true",
+            "--sync-batch-norm: applies only to a cnn; add --model cnn, or remove it",
+        ),
+        ("model = \"cnn\"\nin_features = 16\nhidden = [8]", "--hidden: applies only to an mlp"),
+        ("model = \"cnn\"", "--in-features: 20 is not a square number"),
+        (
+            "model = \"cnn\"\nin_features = 9\nchannels = []",
+            "invalid value '' for '--channels <N,...>': expected a whole number, 1 or more",
+        ),
+        (
+            "model = \"cnn\"\nin_features = 9\nchannels = [0]",
+            "invalid value '0' for '--channels <N,...>': expected a whole number, 1 or more",
+        ),
+        (
+            "model = \"cnn\"\nin_features = 9",
+            "--channels: 2 stages leave nothing of images of 3 x 3",
+        ),
+        ("timeout = \"soon\"", "invalid value 'soon' for '--timeout <TIME>': expected a duration"),
+        ("nnodes = 0", "invalid value '0' for '--nnodes <N>': expected a whole number, 1 or more"),
+        (
+            "node_rank = -1",
+            "invalid value '-1' for '--node-rank <N>': expected a whole number, 0 or more",
+        ),
+        (
+            "master_port = 0",
+            "invalid value '0' for '--master-port <PORT>': expected a whole number from 1 to 65535",
+        ),
+        (
+            "master_port = 70000",
+            "invalid value '70000' for '--master-port <PORT>': expected a whole number from 1 to 65535",
+        ),
+        (
+            "launch = \"ray\"",
+            "invalid value 'ray' for '--launch <NAME>'\n  [possible values: auto, local",
+        ),
+        ("timeout = 0", "invalid value '0' for '--timeout <TIME>': expected a duration above 0"),
+        (
+            "nproc_per_node = 0",
+            "invalid value '0' for '--nproc-per-node <auto|gpu|cpu|N>': \"0\" is not a number of ranks",
+        ),
+        ("loss = \"cross-entropy\"", "--loss: cross-entropy over one column is always 0"),
+        (
+            "inject_fault = \"melt:rank=0,at=step\"",
+            "invalid value 'melt:rank=0,at=step' for '--inject-fault <KIND:rank=R,at=STAGE[,step=N]>': \"melt\" is wrong; write KIND:rank=R,\
+             at=STAGE[,step=N][,in=PLACE]. KIND: error, ",
+        ),
+        ("resume = \"\"", "a value is required for '--resume <auto|PATH>' but none was supplied"),
+        ("colour = 1", "unknown field `colour`"),
+    ];
+
     #[test]
     fn invalid_values_are_refused_with_the_flag() {
-        for (given, complaint) in [
-            (
-                "batch_size = 0",
-                "invalid value '0' for '--batch-size <N>': expected a whole number from 1 to 2147483647",
-            ),
-            (
-                "max_epochs = 0",
-                "invalid value '0' for '--max-epochs <N>': expected a whole number, 1 or more",
-            ),
-            (
-                "lr = -0.1",
-                "invalid value '-0.1' for '--lr <X>': expected a number from 0 to 3.4e38",
-            ),
-            (
-                "bucket_cap_mb = 0.0",
-                "invalid value '0.0' for '--bucket-cap-mb <MIB>': expected a number above 0 and at most 1048576",
-            ),
-            (
-                "bucket_cap_mb = 1e300",
-                "invalid value '1e300' for '--bucket-cap-mb <MIB>': expected a number above 0 and at most 1048576",
-            ),
-            (
-                "batch_size = 9223372036854775807",
-                "invalid value '9223372036854775807' for '--batch-size <N>': expected a whole number from 1 to 2147483647",
-            ),
-            (
-                "grad_accum_steps = 2147483648",
-                "invalid value '2147483648' for '--grad-accum-steps <N>': expected a whole number from 1 to 2147483647",
-            ),
-            (
-                "num_workers = 2\nprefetch_factor = 1025",
-                "invalid value '1025' for '--prefetch-factor <N>': expected a whole number from 1 to 1024",
-            ),
-            (
-                "num_samples = 9223372036854775807",
-                "--num-samples: 9223372036854775807 random samples",
-            ),
-            (
-                "hidden = [8, 0]",
-                "invalid value '0' for '--hidden <N,...>': expected a whole number, 1 or more",
-            ),
-            ("hidden = [8]", "--hidden: applies only to an mlp; add --model mlp, or remove it"),
-            (
-                "hidden = []",
-                "invalid value '' for '--hidden <N,...>': expected a whole number, 1 or more",
-            ),
-            ("channels = [8]", "--channels: applies only to a cnn; add --model cnn, or remove it"),
-            (
-                "activation = \"tanh\"",
-                "--activation: applies only to an mlp or cnn; add --model mlp or cnn, or remove it",
-            ),
-            (
-                "activation = \"swish\"",
-                "invalid value 'swish' for '--activation <NAME>'\n  [possible values: relu",
-            ),
-            (
-                "model = \"mlp\"\nsync_batch_norm = true",
-                "--sync-batch-norm: applies only to a cnn; add --model cnn, or remove it",
-            ),
-            ("model = \"cnn\"\nin_features = 16\nhidden = [8]", "--hidden: applies only to an mlp"),
-            ("model = \"cnn\"", "--in-features: 20 is not a square number"),
-            (
-                "model = \"cnn\"\nin_features = 9\nchannels = []",
-                "invalid value '' for '--channels <N,...>': expected a whole number, 1 or more",
-            ),
-            (
-                "model = \"cnn\"\nin_features = 9\nchannels = [0]",
-                "invalid value '0' for '--channels <N,...>': expected a whole number, 1 or more",
-            ),
-            (
-                "model = \"cnn\"\nin_features = 9",
-                "--channels: 2 stages leave nothing of images of 3 x 3",
-            ),
-            (
-                "timeout = \"soon\"",
-                "invalid value 'soon' for '--timeout <TIME>': expected a duration",
-            ),
-            (
-                "nnodes = 0",
-                "invalid value '0' for '--nnodes <N>': expected a whole number, 1 or more",
-            ),
-            (
-                "node_rank = -1",
-                "invalid value '-1' for '--node-rank <N>': expected a whole number, 0 or more",
-            ),
-            (
-                "master_port = 0",
-                "invalid value '0' for '--master-port <PORT>': expected a whole number from 1 to 65535",
-            ),
-            (
-                "master_port = 70000",
-                "invalid value '70000' for '--master-port <PORT>': expected a whole number from 1 to 65535",
-            ),
-            (
-                "launch = \"ray\"",
-                "invalid value 'ray' for '--launch <NAME>'\n  [possible values: auto, local",
-            ),
-            (
-                "timeout = 0",
-                "invalid value '0' for '--timeout <TIME>': expected a duration above 0",
-            ),
-            (
-                "nproc_per_node = 0",
-                "invalid value '0' for '--nproc-per-node <auto|gpu|cpu|N>': \"0\" is not a number of ranks",
-            ),
-            ("loss = \"cross-entropy\"", "--loss: cross-entropy over one column is always 0"),
-            (
-                "inject_fault = \"melt:rank=0,at=step\"",
-                "invalid value 'melt:rank=0,at=step' for '--inject-fault <KIND:rank=R,at=STAGE[,step=N]>': \"melt\" is wrong; write KIND:rank=R,\
-                 at=STAGE[,step=N][,in=PLACE]. KIND: error, ",
-            ),
-            (
-                "resume = \"\"",
-                "a value is required for '--resume <auto|PATH>' but none was supplied",
-            ),
-            ("colour = 1", "unknown field `colour`"),
-        ] {
+        for &(given, complaint) in INVALID {
             let error = Config::resolve(None, &flags(given)).unwrap_err().to_string();
             assert!(error.starts_with(complaint), "{given} gave {error:?}");
         }

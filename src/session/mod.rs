@@ -112,11 +112,7 @@ impl Session {
     ) -> anyhow::Result<Option<Self>> {
         let status_requests = status_signal().context("watching for signals")?;
         let (config, data) = open_data(config)?;
-        // The processes of `--spawn=processes` start together, so none waits long for another.
-        let may_wait = launch.master.is_some() && launch.kind != LaunchKind::Spawned;
-        let join = || join_launch(&config, "train", launch, cuda, printer);
-        let joined_launch =
-            if may_wait { end_at_signals_in(&stop, join)?.transpose()? } else { Some(join()?) };
+        let joined_launch = join_unless_stopped(&config, launch, &stop, cuda, printer)?;
         let Some(joined_launch) = joined_launch else { return Ok(None) };
         joined_launch.before_ranks(|| config.validate_for(joined_launch.world_size()))?;
         joined_launch.before_ranks(|| check_simulated_network(&config, &joined_launch))?;
@@ -128,17 +124,7 @@ impl Session {
             StartPoint::default()
         };
         let views = joined_launch.before_ranks(|| {
-            config.validate_files(joined_launch.process()[1])?;
-            check_kept(&config, &joined_launch)?;
-            let is_first = joined_launch.is_first();
-            if is_first {
-                check_metrics(&config)?;
-            }
-            let backend = &backend(&config, &joined_launch);
-            let (config, joined_launch, data, stop) = (&config, &joined_launch, &data, &stop);
-            let opening = Opening { config, joined_launch, data, backend, stop, printer };
-            let open_folder = || if is_first { start_point.open_folder(config) } else { Ok(()) };
-            Views::open(&opening, open_folder)
+            open_views(&config, &joined_launch, &data, &mut start_point, &stop, printer)
         })?;
         let session = Self {
             observers: views.observers(printer),
@@ -272,6 +258,41 @@ impl Session {
         }
         Ok(stopped)
     }
+}
+
+/// Joins the launch. Returns `None` if a signal has ended the wait for the other processes.
+fn join_unless_stopped(
+    config: &Config,
+    launch: Launch,
+    stop: &StopRequest,
+    cuda: &Cuda,
+    printer: &Printer,
+) -> anyhow::Result<Option<JoinedLaunch>> {
+    // The processes of `--spawn=processes` start together, so none waits long for another.
+    let may_wait = launch.master.is_some() && launch.kind != LaunchKind::Spawned;
+    let join = || join_launch(config, "train", launch, cuda, printer);
+    Ok(if may_wait { end_at_signals_in(stop, join)?.transpose()? } else { Some(join()?) })
+}
+
+/// Checks the files of the run, and opens the views and the folder to save in.
+fn open_views(
+    config: &Config,
+    joined_launch: &JoinedLaunch,
+    data: &Data,
+    start_point: &mut StartPoint,
+    stop: &Arc<StopRequest>,
+    printer: &Arc<Printer>,
+) -> Result<Views> {
+    config.validate_files(joined_launch.process()[1])?;
+    check_kept(config, joined_launch)?;
+    let is_first = joined_launch.is_first();
+    if is_first {
+        check_metrics(config)?;
+    }
+    let backend = &backend(config, joined_launch);
+    let opening = Opening { config, joined_launch, data, backend, stop, printer };
+    let open_folder = || if is_first { start_point.open_folder(config) } else { Ok(()) };
+    Views::open(&opening, open_folder)
 }
 
 /// Returns the name of the backend, whether the network is simulated and whether steps are recorded, for the user.

@@ -2,6 +2,7 @@
 //! processes leave for it.
 
 use std::fmt::{self, Write};
+use std::io;
 
 use super::checked_placement::{place_processes, starts_processes};
 use crate::config::Config;
@@ -35,8 +36,28 @@ pub(crate) fn run_command(
     if max_restarts == 0 && !starts_processes(&config, launch) {
         return here(config).map_err(|error| leave_error(launch, error, printer));
     }
+    match run_processes(&config, launch, stops, max_restarts, cuda, printer)? {
+        ProcessesEnd::Well(reason) => Ok(reason),
+        ProcessesEnd::Badly(error, restarts) => {
+            if stops && printer.format() == LogFormat::Json {
+                print_failure(&error, &restarts, printer)?;
+            }
+            Err(with_restarts(*error, &restarts))
+        }
+    }
+}
+
+/// Runs the child processes, and reports each restart.
+fn run_processes(
+    config: &Config,
+    launch: &Launch,
+    stops: bool,
+    max_restarts: usize,
+    cuda: &Cuda,
+    printer: &Printer,
+) -> Result<ProcessesEnd> {
     let placement = match config.launch.spawn {
-        SpawnChoice::Processes => Some(place_processes(&config, launch, cuda)?),
+        SpawnChoice::Processes => Some(place_processes(config, launch, cuda)?),
         SpawnChoice::Threads => None, // the child process places its threads
     };
     if let Some(note) = placement.as_ref().and_then(|placement| placement.note.as_ref()) {
@@ -47,50 +68,57 @@ pub(crate) fn run_command(
     let lends_terminal = printer.shows_live;
     let spawn =
         SpawnProcesses { children, timeout, grace_period, stops, max_restarts, lends_terminal };
-    let from = || match &config.checkpoints.checkpoint_dir {
+    spawn.run(|number, error| {
+        printer.report(&error.text);
+        let again = error.again().map_or(String::new(), |again| {
+            format!("; {again}: without a change this start will probably also fail there")
+        });
+        let from = restarts_from(config);
+        printer.report(&format!("restart {number} of {max_restarts}, {from}{again}"));
+    })
+}
+
+/// Returns from where a restart continues the run, for the user.
+fn restarts_from(config: &Config) -> String {
+    match &config.checkpoints.checkpoint_dir {
         Some(dir) if matches!(CheckpointDir::newest_in(dir), Ok(None)) => {
             format!("from the start of the run, because {} has no checkpoint", dir.shown())
         }
         Some(dir) => format!("from the newest checkpoint in {}", dir.shown()),
         None => "from the beginning, because nothing is saved without --checkpoint-dir".into(),
-    };
-    let ended = spawn.run(|number, error| {
-        printer.report(&error.text);
-        let again = error.again().map_or(String::new(), |again| {
-            format!("; {again}: without a change this start will probably also fail there")
-        });
-        printer.report(&format!("restart {number} of {max_restarts}, {}{again}", from()));
-    });
-    let (error, restarts) = match ended? {
-        ProcessesEnd::Well(reason) => return Ok(reason),
-        ProcessesEnd::Badly(error, restarts) => (error, restarts),
-    };
-    if stops && printer.format() == LogFormat::Json {
-        let failure = error.failure().cloned();
-        let is_of_input = matches!(error.kind, ErrorKind::WrongInput | ErrorKind::Other);
-        if !is_of_input {
-            let text = failure.as_ref().map_or(&error.text, |failure| &failure.error).clone();
-            printer.print(&Event::Failure {
-                failure,
-                error: text,
-                repeated: error.repeated,
-                restarts: restarts.clone(),
-            })?;
-        }
     }
+}
+
+/// Prints the event of a failure of ranks or processes. Other errors are no event.
+fn print_failure(error: &ChildError, restarts: &[String], printer: &Printer) -> io::Result<()> {
+    if matches!(error.kind, ErrorKind::WrongInput | ErrorKind::Other) {
+        return Ok(());
+    }
+    let failure = error.failure().cloned();
+    let text = failure.as_ref().map_or(&error.text, |failure| &failure.error).clone();
+    printer.print(&Event::Failure {
+        failure,
+        error: text,
+        repeated: error.repeated,
+        restarts: restarts.to_vec(),
+    })
+}
+
+/// Returns `error` for the user, with the reasons of the restarts before it.
+fn with_restarts(error: ChildError, restarts: &[String]) -> anyhow::Error {
     let again = error.again();
-    let ChildError { mut text, kind, repeated } = *error;
+    let ChildError { mut text, kind, repeated } = error;
     if let (Some(again), Some(count)) = (again, repeated) {
         let _ =
             write!(text, "\n  {again}: {count} failures in a row, with no progress between them");
     }
-    for (number, reason) in (1..).zip(&restarts) {
+    for (number, reason) in (1..).zip(restarts) {
         let _ = write!(text, "\n  restart {number} was needed: {reason}");
     }
-    Err(match kind {
+    match kind {
         ErrorKind::WrongInput => Error::usage(text).into(),
         _ => anyhow::Error::msg(text),
-    })
+    }
 }
 
 /// Returns how often to restart the run of `config` after a failure. 0 in a process that another one has started.

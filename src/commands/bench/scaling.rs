@@ -15,7 +15,8 @@ use super::step::{StepTimes, step_on};
 use super::table::{self, Column};
 use crate::config::Config;
 use crate::session::{check_shared_model, configure, open_data, place_ranks};
-use engine::error::{Error, counted};
+use engine::data::Dataset;
+use engine::error::{Error, Result, counted};
 use engine::ffi::cuda::Cuda;
 use engine::launch::{Nproc, Placement, Spawn, SpawnChoice};
 use engine::os::cores;
@@ -54,6 +55,69 @@ struct Case {
     batch_size: usize,
 }
 
+/// The times of each case, one for each repetition.
+type Measured = BTreeMap<Case, Vec<StepTimes>>;
+
+impl Case {
+    /// Measures `steps` steps of this case. `placement` has its ranks. Returns the times of rank 0.
+    fn measure(
+        self,
+        mut placement: Placement,
+        config: &Config,
+        dataset: &Arc<dyn Dataset>,
+        steps: usize,
+        printer: &Arc<Printer>,
+    ) -> anyhow::Result<StepTimes> {
+        placement.threads_per_rank = self.threads_per_rank;
+        let mut config = config.clone();
+        config.launch.nproc_per_node = Nproc::Count(self.ranks);
+        config.training.batch_size = self.batch_size;
+        config.validate_for(self.ranks)?;
+        let spawn = configure(Spawn::at(&placement), &config, printer);
+        let (backend, dataset) = (placement.backend, dataset.clone());
+        let times = spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps))?;
+        times.into_iter().flatten().next().context("rank 0 has no times")
+    }
+}
+
+/// Returns the times of a step in order, one for each repetition.
+fn sorted(times: &[StepTimes]) -> Sorted {
+    Sorted::new(times.iter().map(|step| step.us_per_step))
+}
+
+/// A case, and those of one rank to compare it with.
+struct ComparedCase {
+    scaling: &'static str,
+    case: Case,
+    /// One rank with as many threads as each rank of `case`.
+    alike: Case,
+    /// One rank with the threads of all cores.
+    one: Case,
+}
+
+impl ComparedCase {
+    /// Returns the row of the table.
+    fn row(&self, model: &'static str, measured: &Measured) -> Row {
+        let Case { ranks, threads_per_rank, batch_size } = self.case;
+        let us_of = |case: Case| sorted(&measured[&case]).median();
+        let per_second = |case: Case| (case.batch_size * case.ranks) as f64 / us_of(case) * 1e6;
+        let (all, alike) = (per_second(self.case), per_second(self.alike));
+        Row {
+            model,
+            scaling: self.scaling,
+            cores: cores(),
+            world_size: ranks,
+            threads_per_rank,
+            batch_size,
+            us_per_step: us_of(self.case),
+            samples_per_second: all,
+            samples_per_second_of_one: alike,
+            efficiency: all / (alike * ranks as f64),
+            speedup: all / per_second(self.one),
+        }
+    }
+}
+
 /// Measures the training step of `config` with 1, 2 and more ranks, up to `--nproc-per-node`. Prints samples per
 /// second, efficiency and speed-up: once with the batch of `config` on each rank, and once with the same samples
 /// shared out among the ranks. The numbers of ranks take turns `repetitions` times, for `steps` steps each, so that
@@ -78,81 +142,68 @@ pub fn bench_scaling(
                        spawn from the file";
         bail!(Error::usage(problem.into()));
     }
-    let (backend, bind) = (config.launch.backend, config.launch.bind);
-    let place = |nproc| place_ranks(nproc, backend, bind, cuda);
-    let placement = place(config.launch.nproc_per_node)?;
+    let placement = place(config.launch.nproc_per_node, &config, cuda)?;
     check_shared_model(&config, &placement)?;
-    let ranks = placement.devices.len();
+    let (ranks, on_gpu) = (placement.devices.len(), placement.devices[0] != Device::Cpu);
     // Steps of fewer samples would not be the same work.
     let mut config = config.without_validation();
     config.launch.inject_fault = None; // of a file, for training
     config.data.drop_last_batch = true;
     let (config, data) = open_data(config)?;
     let (batch_size, samples) = (config.training.batch_size, data.training.len());
-    let batch_of_all = batch_size.saturating_mul(ranks);
-    if batch_of_all > samples {
+    if batch_size.saturating_mul(ranks) > samples {
         bail!(Error::usage(format!(
             "--batch-size: {ranks} ranks with {batch_size} samples each need more than the {samples} samples of the \
              data; use a smaller batch, fewer ranks or more samples"
         )));
     }
-    // Each case with the one rank of as many threads, and the one of all cores. On GPUs threads do not matter.
-    let on_gpu = placement.devices[0] != Device::Cpu;
+    let compared = compared_cases(&config, ranks, on_gpu, cuda)?;
+    let cases = compared.iter().flat_map(|it| [it.case, it.alike, it.one]);
+    let mut measured: Measured = cases.map(|case| (case, Vec::new())).collect();
+    for _ in 0..repetitions {
+        for (case, times) in &mut measured {
+            let placement = place(Nproc::Count(case.ranks), &config, cuda)?;
+            times.push(case.measure(placement, &config, &data.training, steps, printer)?);
+        }
+    }
+    let row = |compared: &ComparedCase| compared.row(config.model_name(), &measured);
+    let rows: Vec<Row> = compared.iter().map(row).collect();
+    print(&rows, on_gpu, batch_size, [steps, repetitions], printer)?;
+    note_if_times_vary(&measured, printer);
+    Ok(())
+}
+
+/// Returns where the ranks of `nproc` run, with the other options of `config`.
+fn place(nproc: Nproc, config: &Config, cuda: &Cuda) -> Result<Placement> {
+    place_ranks(nproc, config.launch.backend, config.launch.bind, cuda)
+}
+
+/// Returns each case, with the one rank of as many threads and the one of all cores. On GPUs threads do not matter.
+fn compared_cases(
+    config: &Config,
+    most_ranks: usize,
+    on_gpu: bool,
+    cuda: &Cuda,
+) -> Result<Vec<ComparedCase>> {
+    let batch_size = config.training.batch_size;
+    let batch_of_all = batch_size * most_ranks;
     let mut compared = Vec::new();
     for (scaling, is_weak) in [("weak", true), ("strong", false)] {
         let mut first = None;
-        for ranks in numbers_of_ranks(ranks) {
+        for ranks in numbers_of_ranks(most_ranks) {
             let batch_size = if is_weak { batch_size } else { batch_of_all.div_ceil(ranks) };
-            let Placement { threads_per_rank, .. } = place(Nproc::Count(ranks))?;
+            let Placement { threads_per_rank, .. } = place(Nproc::Count(ranks), config, cuda)?;
             let case = Case { ranks, threads_per_rank, batch_size };
             let one = *first.get_or_insert(case);
             let alike = if on_gpu { one } else { Case { threads_per_rank, ..one } };
-            compared.push((scaling, [case, alike, one]));
+            compared.push(ComparedCase { scaling, case, alike, one });
         }
     }
-    // Returns the times of the steps of a case.
-    let measure = |case: &Case| -> anyhow::Result<StepTimes> {
-        let mut placement = place(Nproc::Count(case.ranks))?;
-        placement.threads_per_rank = case.threads_per_rank;
-        let mut config = config.clone();
-        config.launch.nproc_per_node = Nproc::Count(case.ranks);
-        config.training.batch_size = case.batch_size;
-        config.validate_for(case.ranks)?;
-        let spawn = configure(Spawn::at(&placement), &config, printer);
-        let (backend, dataset) = (placement.backend, data.training.clone());
-        let times = spawn.run(move |rank| step_on(rank, backend, &config, &dataset, steps))?;
-        times.into_iter().flatten().next().context("rank 0 has no times")
-    };
-    let cases = compared.iter().flat_map(|(_, cases)| *cases);
-    let mut measured: BTreeMap<Case, Vec<StepTimes>> =
-        cases.map(|case| (case, Vec::new())).collect();
-    for _ in 0..repetitions {
-        for (case, times) in &mut measured {
-            times.push(measure(case)?);
-        }
-    }
-    let sorted = |times: &Vec<StepTimes>| Sorted::new(times.iter().map(|step| step.us_per_step));
-    let row = |&(scaling, cases): &(&'static str, [Case; 3])| {
-        let us = cases.map(|case| sorted(&measured[&case]).median());
-        let samples = cases.map(|case| (case.batch_size * case.ranks) as f64);
-        let [all, alike, one] = [0, 1, 2].map(|i| samples[i] / us[i] * 1e6);
-        let Case { ranks, threads_per_rank, batch_size } = cases[0];
-        Row {
-            model: config.model_name(),
-            scaling,
-            cores: cores(),
-            world_size: ranks,
-            threads_per_rank,
-            batch_size,
-            us_per_step: us[0],
-            samples_per_second: all,
-            samples_per_second_of_one: alike,
-            efficiency: all / (alike * ranks as f64),
-            speedup: all / one,
-        }
-    };
-    let rows: Vec<Row> = compared.iter().map(row).collect();
-    print(&rows, on_gpu, batch_size, [steps, repetitions], printer)?;
+    Ok(compared)
+}
+
+/// Notes that the machine is busy if the repetitions of a case differ, or its steps.
+fn note_if_times_vary(measured: &Measured, printer: &Printer) {
     let slowest = measured.values().map(|times| sorted(times).spread()).fold(1.0, f64::max);
     // Ranks that share a core have slow steps even on an idle machine.
     let with_cores = measured.iter().filter(|(case, _)| case.ranks <= cores());
@@ -163,7 +214,6 @@ pub fn bench_scaling(
     } else {
         note_if_busy("the slowest repetition took", slowest, printer)
     }
-    Ok(())
 }
 
 /// Returns 1, 2, 3, 4, then powers of two, and `most`.

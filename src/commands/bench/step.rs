@@ -54,6 +54,48 @@ pub(super) struct StepTimes {
 }
 
 impl StepTimes {
+    /// Returns the medians of `steps`, which were made as `config` says.
+    fn of(
+        steps: &[TimedStep],
+        config: &Config,
+        world_size: usize,
+        bucket_bytes: Vec<usize>,
+    ) -> Self {
+        let totals = Sorted::new(steps.iter().map(|step| step.total * 1e6));
+        let us = |seconds: fn(&PhaseSeconds) -> f64| {
+            let parts = steps.iter().map(|TimedStep { phases: [earlier, later], .. }| {
+                (seconds(later) - seconds(earlier)) * 1e6
+            });
+            Sorted::new(parts).median()
+        };
+        let forward: fn(&PhaseSeconds) -> f64 = if config.is_data_parallel() {
+            |phases| phases.step + phases.data + phases.forward
+        } else {
+            |phases| phases.step + phases.forward
+        };
+        let backward_us = us(|phases| phases.backward);
+        let shares = |bucket: usize| Sorted::new(steps.iter().map(|step| step.complete[bucket]));
+        let bucket_complete_us = |bucket| shares(bucket).median().min(1.0) * backward_us;
+        let after = config.ddp.find_unused_parameters || config.ddp.static_graph;
+        Self {
+            model: config.model_name(),
+            strategy: config.ddp.strategy,
+            amp: config.training.amp,
+            batch_size: config.training.batch_size,
+            world_size,
+            us_min: totals.smallest(),
+            us_max: totals.largest(),
+            us_per_step: totals.median(),
+            forward_us: us(forward),
+            backward_us,
+            communication_us: us(|phases| phases.collectives),
+            optimizer_us: us(|phases| phases.optimizer),
+            bucket_bytes,
+            bucket_complete_us: (0..steps[0].complete.len()).map(bucket_complete_us).collect(),
+            overlaps: !(config.ddp.no_overlap || after),
+        }
+    }
+
     /// Returns the bytes of each bucket, and the time in backward when it is complete, in microseconds.
     pub(super) fn buckets(&self) -> impl Iterator<Item = (f64, f64)> {
         let bytes = self.bucket_bytes.iter().map(|&bytes| bytes as f64);
@@ -165,39 +207,8 @@ pub(super) fn step_on(
         return Ok(None);
     }
     let times = &times.borrow()[WARM_UP..];
-    let totals = Sorted::new(times.iter().map(|step| step.total * 1e6));
-    let us = |seconds: fn(&PhaseSeconds) -> f64| {
-        let parts = times.iter().map(|TimedStep { phases: [earlier, later], .. }| {
-            (seconds(later) - seconds(earlier)) * 1e6
-        });
-        Sorted::new(parts).median()
-    };
-    let forward: fn(&PhaseSeconds) -> f64 = if config.is_data_parallel() {
-        |phases| phases.step + phases.data + phases.forward
-    } else {
-        |phases| phases.step + phases.forward
-    };
-    let backward_us = us(|phases| phases.backward);
-    let shares = |bucket: usize| Sorted::new(times.iter().map(|step| step.complete[bucket]));
-    let bucket_complete_us = |bucket| shares(bucket).median().min(1.0) * backward_us;
-    let after = config.ddp.find_unused_parameters || config.ddp.static_graph;
-    Ok(Some(StepTimes {
-        model: config.model_name(),
-        strategy: config.ddp.strategy,
-        amp: config.training.amp,
-        batch_size: config.training.batch_size,
-        world_size: rank.world_size(),
-        us_min: totals.smallest(),
-        us_max: totals.largest(),
-        us_per_step: totals.median(),
-        forward_us: us(forward),
-        backward_us,
-        communication_us: us(|phases| phases.collectives),
-        optimizer_us: us(|phases| phases.optimizer),
-        bucket_bytes: trainer.ddp().statistics().bucket_bytes,
-        bucket_complete_us: (0..times[0].complete.len()).map(bucket_complete_us).collect(),
-        overlaps: !(config.ddp.no_overlap || after),
-    }))
+    let bucket_bytes = trainer.ddp().statistics().bucket_bytes;
+    Ok(Some(StepTimes::of(times, config, rank.world_size(), bucket_bytes)))
 }
 
 /// The times of one step, in seconds.

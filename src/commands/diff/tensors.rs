@@ -1,5 +1,6 @@
 //! Compares two files of tensors: which differ first, where, and by how much.
 
+use std::collections::BTreeMap;
 use std::io::Read;
 use std::path::Path;
 
@@ -54,18 +55,37 @@ pub(in crate::commands) fn compare_tensors(
     common.sort_by_key(|name| group(name));
     let (mut lines, mut lacks_tensors) = (Vec::new(), false);
     for (side, of, other) in [(sides[0], &of_a, &of_b), (sides[1], &of_b, &of_a)] {
-        let mut left = of.keys().filter(|name| !other.contains_key(*name)).peekable();
-        if let Some(first) = left.peek().copied() {
-            let others = if left.clone().count() == 1 { "" } else { " and others" };
+        let left: Vec<&String> = of.keys().filter(|name| !other.contains_key(*name)).collect();
+        if let [first, others @ ..] = &left[..] {
+            let others = if others.is_empty() { "" } else { " and others" };
             lines.push(format!("Only {side} has `{first}`{others}."));
         }
         // A file may lack a group as a whole: a loop may name no batches, and DDP replaces the buffers of some ranks.
-        lacks_tensors |= left.any(|name| other.keys().any(|it| group(it) == group(name)));
+        lacks_tensors |= left.iter().any(|name| other.keys().any(|it| group(it) == group(name)));
     }
-    // The rows of the tensors that differ in the first group that has any, and the number of those in later groups.
+    let (rows, later) = first_differences(&common, &of_a, &of_b, group)?;
+    let equal = common.len() - rows.len() - later;
+    if equal > 0 {
+        lines.push(format!("Equal: {}.", counted(equal, "tensor")));
+    }
+    if rows.is_empty() {
+        return Ok((lines, !lacks_tensors));
+    }
+    lines.push("The first tensors that differ, each at its largest difference:".into());
+    lines.extend(table_of(rows, later, sides));
+    Ok((lines, false))
+}
+
+/// Returns the rows of the tensors that differ in the first group that has any, and the number of those in later groups.
+fn first_differences(
+    common: &[&String],
+    of_a: &BTreeMap<String, Tensor>,
+    of_b: &BTreeMap<String, Tensor>,
+    group: impl Fn(&str) -> Option<usize>,
+) -> Result<(Vec<Vec<String>>, usize)> {
     let (mut rows, mut later, mut first_group) = (Vec::new(), 0, None);
-    for name in &common {
-        let (a, b) = (&of_a[*name], &of_b[*name]);
+    for &name in common {
+        let (a, b) = (&of_a[name], &of_b[name]);
         let is_alike = a.kind() == b.kind() && a.size() == b.size();
         if is_alike && bytes_of(a)? == bytes_of(b)? {
             continue;
@@ -76,19 +96,16 @@ pub(in crate::commands) fn compare_tensors(
             later += 1;
         }
     }
-    let equal = common.len() - rows.len() - later;
-    if equal > 0 {
-        lines.push(format!("Equal: {}.", counted(equal, "tensor")));
-    }
-    if rows.is_empty() {
-        return Ok((lines, !lacks_tensors));
-    }
-    lines.push("The first tensors that differ, each at its largest difference:".into());
+    Ok((rows, later))
+}
+
+/// Returns the table of the first `rows`, and lines about the rest and the `later` tensors that differ.
+fn table_of(mut rows: Vec<Vec<String>>, later: usize, sides: [&str; 2]) -> Vec<String> {
     let more = rows.len().saturating_sub(MAX_ROWS);
     rows.truncate(MAX_ROWS);
     let titles = ["", "values", "at", sides[0], sides[1], "difference", "ULPs"];
     rows.insert(0, titles.map(str::to_owned).to_vec());
-    lines.extend(table(&rows));
+    let mut lines = table(&rows);
     if more > 0 {
         lines.push(format!("  ... and {more} more"));
     }
@@ -96,7 +113,7 @@ pub(in crate::commands) fn compare_tensors(
         let s = if later == 1 { "s" } else { "" };
         lines.push(format!("Of what is computed later, {later} differ{s}."));
     }
-    Ok((lines, false))
+    lines
 }
 
 /// Returns the row of a tensor that has another dtype or shape in the files.

@@ -191,18 +191,10 @@ impl Verification {
         let strategy = StrategyKind::Ddp;
         let whole = Variant { strategy, world_size: 1, batch_size, grad_accum_steps: 1 };
         let train = |variant: Variant, steps: u64| -> anyhow::Result<Arc<RunResult>> {
-            if variant.world_size > 1 {
-                return Ok(Arc::new(self.train(rank, &group, variant, steps)?));
+            if variant.world_size == 1 {
+                return self.train_alone(rank, &only_this, variant, steps);
             }
-            // The first rank of this process to come trains by itself. The others wait for its result here, and not in a
-            // collective, where they would report it as late.
-            let mut known = self.on_one_rank.lock();
-            if let Some((.., result)) = known.iter().find(|it| (it.0, it.1) == (variant, steps)) {
-                return Ok(result.clone());
-            }
-            let result = Arc::new(self.train(rank, &only_this, variant, steps)?);
-            known.push((variant, steps, result.clone()));
-            Ok(result)
+            Ok(Arc::new(self.train(rank, &group, variant, steps)?))
         };
         let compare = |variant, steps| -> anyhow::Result<(Bound, Comparison)> {
             let (reference, trained) = (train(whole, steps)?, train(variant, steps)?);
@@ -217,14 +209,8 @@ impl Verification {
         for variant in variants(config, ranks) {
             let (bound, mut row) = compare(variant, self.steps)?;
             if !row.ok {
-                // The ways agree after `agree` steps, and differ after `differ` steps.
-                let (mut agree, mut differ) = (0, self.steps);
-                while differ - agree > 1 {
-                    let middle = agree.midpoint(differ);
-                    let is_ok = compare(variant, middle)?.1.ok;
-                    *(if is_ok { &mut agree } else { &mut differ }) = middle;
-                }
-                row.first_step = Some(differ - 1);
+                let is_ok = |steps| compare(variant, steps).map(|(_, row)| row.ok);
+                row.first_step = Some(first_wrong_step(self.steps, is_ok)?);
             }
             if group.rank() > 0 {
                 continue;
@@ -236,6 +222,25 @@ impl Verification {
             rows.push(row);
         }
         Ok(rows)
+    }
+
+    /// Trains on one rank by itself, once for all ranks of this process.
+    fn train_alone(
+        &self,
+        rank: &Rank,
+        only_this: &Rc<ProcessGroup>,
+        variant: Variant,
+        steps: u64,
+    ) -> anyhow::Result<Arc<RunResult>> {
+        // The first rank of this process to come trains by itself. The others wait for its result here, and not in a
+        // collective, where they would report it as late.
+        let mut known = self.on_one_rank.lock();
+        if let Some((.., result)) = known.iter().find(|it| (it.0, it.1) == (variant, steps)) {
+            return Ok(result.clone());
+        }
+        let result = Arc::new(self.train(rank, only_this, variant, steps)?);
+        known.push((variant, steps, result.clone()));
+        Ok(result)
     }
 
     /// Trains on one rank in one way.
@@ -294,6 +299,20 @@ impl Verification {
             rows.len()
         )
     }
+}
+
+/// Returns the first step, from 0, after which the ways differ. They do after `steps` steps; `is_ok` tells of fewer.
+fn first_wrong_step(
+    steps: u64,
+    is_ok: impl Fn(u64) -> anyhow::Result<bool>,
+) -> anyhow::Result<u64> {
+    // The ways agree after `agree` steps, and differ after `differ` steps.
+    let (mut agree, mut differ) = (0, steps);
+    while differ - agree > 1 {
+        let middle = agree.midpoint(differ);
+        *(if is_ok(middle)? { &mut agree } else { &mut differ }) = middle;
+    }
+    Ok(differ - 1)
 }
 
 /// Returns the ways that must give the same result: strategy, ranks, samples of a batch, and batches of a step.
