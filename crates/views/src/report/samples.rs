@@ -10,7 +10,7 @@ const MAX_LISTED_SAMPLES: usize = 200_000;
 
 /// The samples of each rank.
 #[derive(Debug, Serialize)]
-pub(crate) struct DealtSamples {
+pub struct DealtSamples {
     /// Number of samples in the data set.
     dataset: usize,
     batch_size: usize,
@@ -20,7 +20,7 @@ pub(crate) struct DealtSamples {
 }
 
 #[derive(Debug, Serialize)]
-pub(crate) struct EpochSamples {
+pub struct EpochSamples {
     epoch: u64,
     /// The samples of each rank, in order.
     pub ranks: Vec<Vec<usize>>,
@@ -46,7 +46,8 @@ impl Dealing {
     ///
     /// # Errors
     /// Those of [`DistributedSampler::indices_from`].
-    pub(crate) fn deal(
+    #[doc(hidden)] // for the tests of who makes it
+    pub fn deal(
         &self,
         mut epoch: u64,
         samples_seen: usize,
