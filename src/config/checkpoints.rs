@@ -8,7 +8,9 @@ use serde::Serialize;
 use serde_with::skip_serializing_none;
 
 use super::Config;
-use super::option_rules::{Conflict, DefaultInWords, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
+use super::option_rules::{
+    Conflict, DefaultInWords, InShortHelp, MayDiffer, OnlyIf, RefusedBy, Use,
+};
 use super::values::whole;
 use engine::trainer::SaveEvery;
 
@@ -21,7 +23,7 @@ pub struct CheckpointsSection {
     /// Save checkpoints in this folder
     ///
     /// A checkpoint holds the model, the optimizer and all else that a run needs to continue
-    #[arg(long, value_name = "DIR", add = InShortHelp)]
+    #[arg(long, value_name = "DIR", add = InShortHelp, add = Use::Keeps)]
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     pub checkpoint_dir: Option<PathBuf>,
     /// Save a checkpoint every N steps

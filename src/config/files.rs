@@ -9,7 +9,7 @@ use clap::builder::ValueHint;
 use toml::{Table, Value};
 
 use super::checkpoints::is_checkpoint_name;
-use super::output::OutputSection;
+use super::option_rules::Use;
 use super::{Config, Invalid, flag_name};
 use engine::checkpoint::{CheckpointDir, is_used};
 use engine::data::DatasetSpec;
@@ -17,21 +17,9 @@ use engine::error::{Error, Result, Shown};
 use engine::files::{Place, expand_home, process_path};
 use engine::launch::SpawnChoice;
 
-/// The use of a path in a run.
-#[derive(Clone, Copy, PartialEq)]
-enum Use {
-    Reads,
-    /// Replaces a file, or adds to it.
-    Writes,
-    /// Adds files of its own to a folder.
-    Fills,
-    /// Reads or writes checkpoints in a folder.
-    Keeps,
-}
-
 /// A path that a run uses.
 struct Used {
-    key: &'static str,
+    key: String,
     usage: Use,
     place: Place,
 }
@@ -106,32 +94,20 @@ fn change_paths<E>(
 impl Config {
     /// Checks the paths of a run of `processes` processes: no output may be an input or another output. All processes
     /// must be able to read `file`, that of `--config`.
-    pub(super) fn check_files(&self, file: Option<&Path>, processes: usize) -> Result<(), Invalid> {
-        let used = self.files(file, processes);
-        for (index, later) in used.iter().enumerate() {
-            for earlier in &used[..index] {
-                if let Some(problem) = conflict(earlier, later) {
-                    return Err(Invalid { key: later.key.into(), problem });
-                }
-            }
-        }
-        if let Some(file) = file {
-            self.check_read_again(file)?;
-        }
-        self.check_own_output(&used)
-    }
-
-    /// Calls [`check_files`](Self::check_files) when the number of processes is known: each has a trace of its own.
     ///
     /// # Errors
     /// [`Error::Input`] that names both flags.
-    pub(crate) fn validate_files(&self, processes: usize) -> Result<()> {
-        let checked = self.check_files(None, processes);
+    pub(crate) fn check_files(&self, file: Option<&Path>, processes: usize) -> Result<()> {
+        let used = self.files(file, processes)?;
+        let checked = check_places(&used)
+            .and_then(|()| self.check_read_again(file))
+            .and_then(|()| check_own_output(&used));
         checked.map_err(|invalid| Error::usage(self.explained(invalid)))
     }
 
     /// Refuses a `--config` that cannot be read again, if this process starts others: each reads the file itself.
-    fn check_read_again(&self, file: &Path) -> Result<(), Invalid> {
+    fn check_read_again(&self, file: Option<&Path>) -> Result<(), Invalid> {
+        let Some(file) = file else { return Ok(()) };
         let starts_others =
             self.launch.spawn == SpawnChoice::Processes || self.launch.max_restarts > 0;
         if !starts_others || (file.is_file() && !Place::of(file).is_of_this_process()) {
@@ -146,8 +122,9 @@ impl Config {
     }
 
     /// Returns all paths, the inputs first.
-    fn files(&self, file: Option<&Path>, processes: usize) -> Vec<Used> {
-        let used = |key, usage, path: &Path| Used { key, usage, place: Place::of(path) };
+    fn files(&self, file: Option<&Path>, processes: usize) -> Result<Vec<Used>> {
+        let used =
+            |key: &str, usage, path: &Path| Used { key: key.into(), usage, place: Place::of(path) };
         let mut all: Vec<Used> =
             file.map(|path| used("config", Use::Reads, path)).into_iter().collect();
         all.extend(self.data.dataset.files().iter().map(|path| used("dataset", Use::Reads, path)));
@@ -159,53 +136,57 @@ impl Config {
             // The path may be a checkpoint in the folder of a run.
             all.extend(CheckpointDir::around(path).map(|run| used(key, Use::Keeps, &run)));
         }
-        let OutputSection { trace, record, report, keep, metrics, prometheus, tensorboard, .. } =
-            &self.output;
-        for (key, usage, path) in [
-            ("trace", Use::Writes, trace),
-            ("record", Use::Writes, record),
-            ("report", Use::Writes, report),
-            ("keep", Use::Writes, keep),
-            ("metrics", Use::Writes, metrics),
-            ("prometheus", Use::Writes, prometheus),
-            ("tensorboard", Use::Fills, tensorboard),
-            ("checkpoint_dir", Use::Keeps, &self.checkpoints.checkpoint_dir),
-        ] {
-            let Some(path) = path else { continue };
+        let values = self.values()?;
+        for arg in self.program.command().get_arguments() {
+            let key = arg.get_id().as_str();
+            let path = values.get(key).and_then(|path| path.as_str()).map(Path::new);
+            let (Some(&usage), Some(path)) = (arg.get::<Use>(), path) else { continue };
             // A path without a name, such as `..`, has no place for a process number, and is refused later.
-            let is_of_process = ["trace", "record"].contains(&key) && path.file_name().is_some();
+            let is_of_process = usage == Use::WritesEach && path.file_name().is_some();
             let processes = if is_of_process { processes } else { 1 };
             let paths = (0..processes).map(|process| process_path(path, [process, processes]));
             all.extend(paths.map(|path| used(key, usage, &path)));
         }
         all.retain(|used| !used.place.is_device()); // such as /dev/null, which many may use
-        all
+        Ok(all)
     }
+}
 
-    /// Refuses files that stdout or stderr go to. Metrics may go there, between the other lines.
-    fn check_own_output(&self, used: &[Used]) -> Result<(), Invalid> {
-        let outputs = [
-            ("stdout", Place::from_output(io::stdout())),
-            ("stderr", Place::from_output(io::stderr())),
-        ];
-        for (name, output) in outputs {
-            let is_same = |used: &&Used| output.as_ref().is_some_and(|it| used.place.is(it));
-            if let Some(same) = used.iter().filter(|used| used.key != "metrics").find(is_same) {
-                let problem = format!("{name} of this process goes to that file; use another");
-                return Err(Invalid { key: same.key.into(), problem });
+/// Refuses a path that cannot be used as another one is, too.
+fn check_places(used: &[Used]) -> Result<(), Invalid> {
+    for (index, later) in used.iter().enumerate() {
+        for earlier in &used[..index] {
+            if let Some(problem) = conflict(earlier, later) {
+                return Err(Invalid { key: later.key.clone(), problem });
             }
         }
-        Ok(())
     }
+    Ok(())
+}
+
+/// Refuses files that stdout or stderr go to. Lines may be appended there, between the other lines.
+fn check_own_output(used: &[Used]) -> Result<(), Invalid> {
+    let outputs = [
+        ("stdout", Place::from_output(io::stdout())),
+        ("stderr", Place::from_output(io::stderr())),
+    ];
+    for (name, output) in outputs {
+        let is_same = |used: &&Used| output.as_ref().is_some_and(|it| used.place.is(it));
+        if let Some(same) = used.iter().filter(|used| used.usage != Use::Appends).find(is_same) {
+            let problem = format!("{name} of this process goes to that file; use another");
+            return Err(Invalid { key: same.key.clone(), problem });
+        }
+    }
+    Ok(())
 }
 
 /// Returns the problem with two paths of a run, worded for the later one. `None` if there is no problem.
 fn conflict(earlier: &Used, later: &Used) -> Option<String> {
-    use Use::{Keeps, Reads, Writes};
-    let other = flag_name(earlier.key);
+    use Use::{Appends, Keeps, Reads, Writes, WritesEach};
+    let other = flag_name(&earlier.key);
     let is_at = |used: &Used, file: &Used| {
         let is_there = || used.place.is(&file.place) || used.place.within(&file.place).is_some();
-        [Reads, Writes].contains(&file.usage) && is_there()
+        [Reads, Writes, WritesEach, Appends].contains(&file.usage) && is_there()
     };
     let is_in_checkpoint = |used: &Used, folder: &Used| {
         folder.usage == Keeps && is_of_checkpoint(&used.place, &folder.place)
@@ -260,17 +241,10 @@ mod tests {
     fn empty_path_is_refused_with_its_key() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("run.toml");
-        let keys = [
-            "resume",
-            "init_from",
-            "checkpoint_dir",
-            "tensorboard",
-            "metrics",
-            "prometheus",
-            "trace",
-            "report",
-        ];
-        for key in keys {
+        let command = Config::command();
+        let paths =
+            command.get_arguments().filter(|arg| arg.get_value_hint() == ValueHint::AnyPath);
+        for key in paths.map(|arg| arg.get_id().as_str()).chain(["resume"]) {
             fs::write(&file, format!("{key} = \"\"\n")).unwrap();
             let error = Config::resolve(Some(&file), &toml::Table::new()).unwrap_err().to_string();
             let flag = super::flag_name(key);

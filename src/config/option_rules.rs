@@ -21,6 +21,22 @@ pub(super) enum MayDiffer {
 #[derive(Debug, Clone, Copy)]
 pub struct InShortHelp;
 
+/// What a run does with the path that an option names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Use {
+    Reads,
+    /// Replaces a file, or adds to it.
+    Writes,
+    /// Writes a file in each process.
+    WritesEach,
+    /// Adds lines to a file, which may be that of stdout.
+    Appends,
+    /// Adds files of its own to a folder.
+    Fills,
+    /// Reads or writes checkpoints in a folder.
+    Keeps,
+}
+
 /// States in the help what holds without this option, where that is no single value.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DefaultInWords(pub &'static str);
@@ -81,6 +97,7 @@ pub(crate) fn is_refused_by(arg: &Arg, tool: Tool) -> bool {
 
 impl ArgExt for MayDiffer {}
 impl ArgExt for InShortHelp {}
+impl ArgExt for Use {}
 impl ArgExt for DefaultInWords {}
 impl ArgExt for Conflict {}
 impl ArgExt for OnlyIf {}

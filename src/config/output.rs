@@ -8,7 +8,9 @@ use serde_with::skip_serializing_none;
 
 use super::Config;
 use super::ddp::needs_ddp;
-use super::option_rules::{Conflict, DefaultInWords, InShortHelp, MayDiffer, OnlyIf, RefusedBy};
+use super::option_rules::{
+    Conflict, DefaultInWords, InShortHelp, MayDiffer, OnlyIf, RefusedBy, Use,
+};
 use super::values::{name, whole};
 use engine::trainer::{Amp, KeepTensors};
 use views::{Language, LogFormat};
@@ -22,16 +24,19 @@ pub struct OutputSection {
     /// Write scalars and histograms for TensorBoard
     #[arg(long, value_name = "DIR")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
+    #[arg(add = Use::Fills)]
     pub tensorboard: Option<PathBuf>,
     /// Write a timeline of all ranks
     ///
     /// For Perfetto (ui.perfetto.dev) and chrome://tracing
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    #[arg(add = Use::WritesEach)]
     pub trace: Option<PathBuf>,
     /// Write a web page about the run
     ///
     /// Curves, timeline, samples, buckets and a verdict
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
+    #[arg(add = Use::Writes)]
     pub report: Option<PathBuf>,
     /// Write hashes of each step for the command diff
     ///
@@ -39,6 +44,7 @@ pub struct OutputSection {
     /// with --resume appends
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     #[arg(add = Conflict(needs_ddp))]
+    #[arg(add = Use::WritesEach)]
     pub record: Option<PathBuf>,
     /// Record every N-th step only
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]
@@ -51,6 +57,7 @@ pub struct OutputSection {
     /// step, and the buffers
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     #[arg(add = Conflict(needs_ddp))]
+    #[arg(add = Use::Writes)]
     pub keep: Option<PathBuf>,
     /// Keep the tensors of step N
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = whole::<u64>(..))]
@@ -63,12 +70,14 @@ pub struct OutputSection {
     /// Append metrics to FILE, one JSON object per line
     #[arg(long, value_name = "FILE")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
+    #[arg(add = Use::Appends)]
     pub metrics: Option<PathBuf>,
     /// Write the latest metrics for Prometheus
     ///
     /// For the textfile collector of the node exporter, which reads FILE.prom
     #[arg(long, value_name = "FILE")]
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
+    #[arg(add = Use::Writes)]
     pub prometheus: Option<PathBuf>,
     /// Report progress every N steps
     #[arg(long, value_name = "N", value_parser = whole::<u64>(1..))]

@@ -48,7 +48,7 @@ impl Config {
             problem.or_else(|| config.needs_other_model(key)).filter(|_| flags.contains_key(key))
         };
         refuse(&changed, no_effect).map_err(named)?;
-        config.check_files(file, 1).map_err(named)?;
+        config.check_files(file, 1)?;
         Ok(config)
     }
 

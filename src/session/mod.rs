@@ -24,18 +24,17 @@ use tch::Device;
 
 use crate::config::{Config, Data};
 use end_messages::outcome;
-use engine::error::{Error, Result, Shown};
+use engine::error::{Error, Result};
 use engine::events::{Event, Observers, Start};
 use engine::ffi::cuda::Cuda;
 use engine::launch::{
     JoinedLaunch, Launch, LaunchKind, Restarts, Spawn, SpawnError, StopReason, StopRequest,
     await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
-use engine::os::limits::output_refused;
 use engine::os::terminal::screen_problem;
 use engine::runtime::FaultKind;
 use run_views::{Opening, Views, check_kept};
-use views::{Metrics, Printer};
+use views::Printer;
 
 pub(crate) use checked_placement::{check_shared_model, place_all, place_ranks, refuse_launcher};
 pub(crate) use configured_launch::{configure, configured_spawn, join_launch};
@@ -283,12 +282,9 @@ fn open_views(
     stop: &Arc<StopRequest>,
     printer: &Arc<Printer>,
 ) -> Result<Views> {
-    config.validate_files(joined_launch.process()[1])?;
+    config.check_files(None, joined_launch.process()[1])?;
     check_kept(config, joined_launch)?;
     let is_first = joined_launch.is_first();
-    if is_first {
-        check_metrics(config)?;
-    }
     let backend = &backend(config, joined_launch);
     let opening = Opening { config, joined_launch, data, backend, stop, printer };
     let open_folder = || if is_first { start_point.open_folder(config) } else { Ok(()) };
@@ -300,13 +296,6 @@ fn backend(config: &Config, joined_launch: &JoinedLaunch) -> String {
     let simulated = if config.ddp.simulate_cluster.is_some() { ", simulated network" } else { "" };
     let recorded = if config.output.record.is_some() { ", steps recorded" } else { "" };
     format!("{}{simulated}{recorded}", joined_launch.placement.backend.name())
-}
-
-/// Refuses a file of metrics of another program before any file is made.
-fn check_metrics(config: &Config) -> Result<()> {
-    let Some(path) = &config.output.metrics else { return Ok(()) };
-    Metrics::check(path)
-        .map_err(|error| output_refused(&format!("--metrics {}", path.shown()), &error))
 }
 
 /// Checks that the cluster of `--simulate-cluster` has the ranks of this run, and that they are on CPUs.

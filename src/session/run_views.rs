@@ -33,7 +33,7 @@ pub(crate) struct Views(Vec<Arc<dyn View>>);
 
 impl Views {
     /// Opens all views that the options ask for. What is the same for all ranks is in the process of rank 0 alone. Calls
-    /// `open_folder` when all files have been checked that need not exist before the end: nothing is left if one is refused.
+    /// `open_folder` when all files have been checked that are not created now: nothing is left if one is refused.
     ///
     /// # Errors
     /// [`Error::Input`] if a file cannot be written, and those of `open_folder`.
@@ -55,6 +55,9 @@ impl Views {
         let prometheus = opened("--prometheus", here(&output.prometheus), |path| {
             Prometheus::new(path, run.facts())
         })?;
+        if let Some(path) = here(&output.metrics) {
+            Metrics::check(&path).map_err(|error| refused("--metrics", &path, &error))?;
+        }
         open_folder()?;
         let record = opened("--record", output.record.clone(), |path| {
             let record = Record::open(&process_path(path, process), continues)?;
@@ -103,8 +106,13 @@ fn opened<V: View + 'static>(
     open: impl FnOnce(&Path) -> io::Result<V>,
 ) -> Result<Option<Arc<dyn View>>> {
     let Some(path) = path else { return Ok(None) };
-    let refused = |error| output_refused(&format!("{flag} {}", path.shown()), &error);
-    open(&path).map(|view| Some(Arc::new(view) as Arc<dyn View>)).map_err(refused)
+    let view = open(&path).map_err(|error| refused(flag, &path, &error))?;
+    Ok(Some(Arc::new(view)))
+}
+
+/// Returns the error of a file at `path` that `flag` names.
+fn refused(flag: &str, path: &Path, error: &io::Error) -> Error {
+    output_refused(&format!("{flag} {}", path.shown()), error)
 }
 
 /// Returns a view of the terminal, if it is `wanted`.

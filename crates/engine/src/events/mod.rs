@@ -51,7 +51,7 @@ pub enum Event {
         /// Steps that the whole run will have, if nothing ends it early.
         steps: u64,
     },
-    /// All ranks have reduced the metrics of their last steps. Told if somebody [wants](Wants::metrics) them.
+    /// The metrics of the last steps, which all ranks have reduced. Rank 0 tells them if somebody [wants](Wants::metrics) them.
     Metrics(TrainMetrics),
     /// One rank has finished one epoch.
     Epoch(Epoch),
