@@ -200,9 +200,13 @@ fn refused_output_leaves_nothing_of_the_others() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name).display().to_string();
     fs::write(at("foreign"), "of others\n").unwrap();
-    let (good, foreign) = (at("new"), at("foreign"));
+    let (good, foreign) = (at("new/of the run"), at("foreign"));
     for [refused, other] in [
         ["--trace", "--record"],
+        ["--record", "--checkpoint-dir"],
+        ["--record", "--trace"],
+        ["--metrics", "--trace"],
+        ["--tensorboard", "--checkpoint-dir"],
         ["--trace", "--checkpoint-dir"],
         ["--report", "--checkpoint-dir"],
         ["--prometheus", "--tensorboard"],

@@ -8,7 +8,7 @@ use clap::error::ErrorKind;
 
 use super::cli::{self, Bench, BenchCommand, Cli, Command, EnvFlags, TrainFlags};
 use crate::commands::{self, Versions};
-use crate::config::{Program, Tool};
+use crate::config::{Config, Program, Tool};
 use crate::os;
 use engine::error::{Error, Result};
 use engine::ffi::{check_version, cuda, hide_stack_traces, keep_memory};
@@ -83,8 +83,7 @@ fn run_command(program: &Arc<Program>, cli: Cli) -> anyhow::Result<u8> {
         Command::Env(flags) => show_env(program, &flags),
         Command::Bench(bench) => run_bench(program, &bench, quiet),
         Command::Verify(flags) => {
-            let config = flags.train.resolve_tool(program, Tool::Verify)?;
-            let printer = printer(config.output.log_format);
+            let (config, printer) = resolve_for(Tool::Verify, program, &flags.train, quiet)?;
             commands::verify(config, flags.steps, flags.per_parameter, &cuda::load(), &printer)
         }
         Command::Diff(flags) => commands::diff(&flags, &text()),
@@ -118,24 +117,33 @@ fn prepare_process(command: &Command) -> Result<()> {
 
 /// Measures a collective, a training step or the scaling.
 fn run_bench(program: &Arc<Program>, bench: &Bench, quiet: bool) -> anyhow::Result<()> {
-    let printer = |format| Arc::new(Printer::new(format).quiet(quiet));
     match &bench.subcommand {
         Some(BenchCommand::Step(flags)) => {
-            let config = flags.train.resolve_tool(program, Tool::BenchStep)?;
-            let printer = printer(config.output.log_format);
+            let (config, printer) = resolve_for(Tool::BenchStep, program, &flags.train, quiet)?;
             commands::bench_step(config, flags.steps, &cuda::load(), &printer)
         }
         Some(BenchCommand::Scaling(flags)) => {
-            let config = flags.train.resolve_tool(program, Tool::BenchScaling)?;
-            let printer = printer(config.output.log_format);
+            let (config, printer) = resolve_for(Tool::BenchScaling, program, &flags.train, quiet)?;
             let (steps, repetitions) = (flags.steps, flags.repetitions);
             commands::bench_scaling(config, steps, repetitions, &cuda::load(), &printer)
         }
         None => {
-            let printer = printer(bench.collective.log_format);
-            commands::bench(&bench.collective, &cuda::load(), &printer)
+            let printer = Printer::new(bench.collective.log_format).quiet(quiet);
+            commands::bench(&bench.collective, &cuda::load(), &Arc::new(printer))
         }
     }
+}
+
+/// Returns the configuration of `tool`, and a printer of its format.
+fn resolve_for(
+    tool: Tool,
+    program: &Arc<Program>,
+    flags: &TrainFlags,
+    quiet: bool,
+) -> Result<(Config, Arc<Printer>)> {
+    let config = flags.resolve_tool(program, tool)?;
+    let printer = Printer::new(config.output.log_format).quiet(quiet);
+    Ok((config, Arc::new(printer)))
 }
 
 /// Trains and returns the exit code.

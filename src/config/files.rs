@@ -99,15 +99,16 @@ impl Config {
     /// [`Error::Input`] that names both flags.
     pub(crate) fn check_files(&self, file: Option<&Path>, processes: usize) -> Result<()> {
         let used = self.files(file, processes)?;
-        let checked = check_places(&used)
-            .and_then(|()| self.check_read_again(file))
-            .and_then(|()| check_own_output(&used));
-        checked.map_err(|invalid| Error::usage(self.explained(invalid)))
+        let refused = |invalid| Error::usage(self.explained(invalid));
+        check_places(&used).map_err(refused)?;
+        if let Some(file) = file {
+            self.check_read_again(file).map_err(refused)?;
+        }
+        check_own_output(&used).map_err(refused)
     }
 
     /// Refuses a `--config` that cannot be read again, if this process starts others: each reads the file itself.
-    fn check_read_again(&self, file: Option<&Path>) -> Result<(), Invalid> {
-        let Some(file) = file else { return Ok(()) };
+    fn check_read_again(&self, file: &Path) -> Result<(), Invalid> {
         let starts_others =
             self.launch.spawn == SpawnChoice::Processes || self.launch.max_restarts > 0;
         if !starts_others || (file.is_file() && !Place::of(file).is_of_this_process()) {
@@ -136,11 +137,15 @@ impl Config {
             // The path may be a checkpoint in the folder of a run.
             all.extend(CheckpointDir::around(path).map(|run| used(key, Use::Keeps, &run)));
         }
-        let values = self.values()?;
-        for arg in self.program.command().get_arguments() {
-            let key = arg.get_id().as_str();
-            let path = values.get(key).and_then(|path| path.as_str()).map(Path::new);
-            let (Some(&usage), Some(path)) = (arg.get::<Use>(), path) else { continue };
+        let (values, command) = (self.values()?, self.program.command());
+        let mut declared: Vec<(Use, &str)> = command
+            .get_arguments()
+            .filter_map(|arg| Some((*arg.get::<Use>()?, arg.get_id().as_str())))
+            .collect();
+        declared.sort_by_key(|(usage, _)| *usage);
+        for (usage, key) in declared {
+            let Some(path) = values.get(key).and_then(|path| path.as_str()) else { continue };
+            let path = Path::new(path);
             // A path without a name, such as `..`, has no place for a process number, and is refused later.
             let is_of_process = usage == Use::WritesEach && path.file_name().is_some();
             let processes = if is_of_process { processes } else { 1 };
@@ -244,7 +249,10 @@ mod tests {
         let command = Config::command();
         let paths =
             command.get_arguments().filter(|arg| arg.get_value_hint() == ValueHint::AnyPath);
-        for key in paths.map(|arg| arg.get_id().as_str()).chain(["resume"]) {
+        for arg in paths.chain(command.get_arguments().filter(|arg| arg.get_id() == "resume")) {
+            let key = arg.get_id().as_str();
+            let is_checked = arg.get::<Use>().is_some() || ["init_from", "resume"].contains(&key);
+            assert!(is_checked, "{key} has no `Use`");
             fs::write(&file, format!("{key} = \"\"\n")).unwrap();
             let error = Config::resolve(Some(&file), &toml::Table::new()).unwrap_err().to_string();
             let flag = super::flag_name(key);

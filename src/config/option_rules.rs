@@ -21,23 +21,24 @@ pub(super) enum MayDiffer {
 #[derive(Debug, Clone, Copy)]
 pub struct InShortHelp;
 
-/// What a run does with the path that an option names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What a run does with the path that an option names. Of two options that exclude each other, the later one here is refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Use {
+    /// Reads a file.
     Reads,
-    /// Replaces a file, or adds to it.
-    Writes,
-    /// Writes a file in each process.
+    /// Writes a file in each process, or adds lines to it.
     WritesEach,
     /// Adds lines to a file, which may be that of stdout.
     Appends,
+    /// Writes a whole file.
+    Writes,
     /// Adds files of its own to a folder.
     Fills,
     /// Reads or writes checkpoints in a folder.
     Keeps,
 }
 
-/// States in the help what holds without this option, where that is no single value.
+/// States in the help what holds without this option of a run, where its declaration has no default value.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct DefaultInWords(pub &'static str);
 

@@ -238,7 +238,7 @@ fn states_default(arg: Arg, words: &str) -> Arg {
         Some(StyledStr::from(format!("{}{gap}[default: {words}]", help?)))
     };
     let help = Resettable::from(stated(arg.get_help(), " "));
-    let long_help = Resettable::from(stated(arg.get_long_help(), "\n\n"));
+    let long_help = Resettable::from(stated(arg.get_long_help().or(arg.get_help()), "\n\n"));
     arg.help(help).long_help(long_help)
 }
 

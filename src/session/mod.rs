@@ -27,12 +27,12 @@ use end_messages::outcome;
 use engine::error::{Error, Result};
 use engine::events::{Event, Observers, Start};
 use engine::ffi::cuda::Cuda;
+use engine::launch::FaultKind;
 use engine::launch::{
     JoinedLaunch, Launch, LaunchKind, Restarts, Spawn, SpawnError, StopReason, StopRequest,
     await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
 use engine::os::terminal::screen_problem;
-use engine::runtime::FaultKind;
 use run_views::{Opening, Views, check_kept};
 use views::Printer;
 
@@ -232,14 +232,12 @@ impl Session {
         let Self { joined_launch, printer, .. } = self;
         printer.end_progress();
         if let Err(error) = &result {
-            // The parent process prints it, unless the run was asked to stop.
-            let is_printed_by_parent = joined_launch.launch.parent.is_some()
-                && (error.stopped.is_none() || !joined_launch.is_first());
-            let mut told = printer.flush_epochs().map_err(anyhow::Error::from);
-            if !is_printed_by_parent {
-                told = told.and(self.observers.tell(&Event::failure(&error.failure)));
-            }
-            if let Err(unwritable) = told {
+            let printed = printer.flush_epochs().and_then(|()| match joined_launch.launch.parent {
+                // The parent process prints it, unless the run was asked to stop.
+                Some(_) if error.stopped.is_none() || !joined_launch.is_first() => Ok(()),
+                _ => printer.print(&Event::failure(&error.failure)),
+            });
+            if let Err(unwritable) = printed {
                 printer.report(&unwritable.to_string());
             }
         }

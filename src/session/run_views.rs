@@ -45,7 +45,14 @@ impl Views {
         let is_first = run.joined_launch.is_first();
         let here = |path: &Option<PathBuf>| path.clone().filter(|_| is_first);
         let (continues, printer) = (continues(run.config, run.joined_launch), run.printer);
-        let trace = opened("--trace", output.trace.clone(), |path| {
+        let each = |path: &Option<PathBuf>| path.as_ref().map(|path| process_path(path, process));
+        let record = each(&output.record);
+        let (metrics, tensorboard) = (here(&output.metrics), here(&output.tensorboard));
+        checked("--record", &record, |path| Record::check(path, continues))?;
+        checked("--metrics", &metrics, Metrics::check)?;
+        checked("--tensorboard", &tensorboard, TensorBoard::check)?;
+        let trace = opened("--trace", each(&output.trace), |path| {
+            let path = output.trace.as_deref().unwrap_or(path);
             Ok(Trace::open(path, process)?.note_to(run.printer_of_rank_0()))
         })?;
         let report = opened("--report", here(&output.report), |path| {
@@ -55,18 +62,14 @@ impl Views {
         let prometheus = opened("--prometheus", here(&output.prometheus), |path| {
             Prometheus::new(path, run.facts())
         })?;
-        if let Some(path) = here(&output.metrics) {
-            Metrics::check(&path).map_err(|error| refused("--metrics", &path, &error))?;
-        }
         open_folder()?;
-        let record = opened("--record", output.record.clone(), |path| {
-            let record = Record::open(&process_path(path, process), continues)?;
-            Ok(record.note_to(run.printer_of_rank_0(), run.record_note(path)))
+        let record = opened("--record", record, |path| {
+            let note = run.record_note(output.record.as_deref().unwrap_or(path));
+            Ok(Record::open(path, continues)?.note_to(run.printer_of_rank_0(), note))
         })?;
-        let metrics = opened("--metrics", here(&output.metrics), Metrics::open)?;
-        let tensorboard = opened("--tensorboard", here(&output.tensorboard), |path| {
-            TensorBoard::create(path, continues)
-        })?;
+        let metrics = opened("--metrics", metrics, Metrics::open)?;
+        let tensorboard =
+            opened("--tensorboard", tensorboard, |path| TensorBoard::create(path, continues))?;
         let explain = shown(output.explain && is_first, || run.explanation());
         let live = shown(printer.shows_live && is_first, || run.live());
         let views = [record, trace, report, metrics, tensorboard, prometheus, explain, live];
@@ -108,6 +111,16 @@ fn opened<V: View + 'static>(
     let Some(path) = path else { return Ok(None) };
     let view = open(&path).map_err(|error| refused(flag, &path, &error))?;
     Ok(Some(Arc::new(view)))
+}
+
+/// Calls `check` with the path that `flag` names, if there is one.
+fn checked(
+    flag: &str,
+    path: &Option<PathBuf>,
+    check: impl FnOnce(&Path) -> io::Result<()>,
+) -> Result<()> {
+    let Some(path) = path else { return Ok(()) };
+    check(path).map_err(|error| refused(flag, path, &error))
 }
 
 /// Returns the error of a file at `path` that `flag` names.

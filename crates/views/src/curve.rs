@@ -5,7 +5,8 @@ use std::ops::Deref;
 use serde::Serialize;
 
 /// A curve of at most `MOST` points, an even number. Once it has so many, it keeps every second of them, and takes every
-/// second from then on, later every fourth, and so on: its points stay evenly spread.
+/// second from then on, later every fourth, and so on: its points are evenly spread, but for the newest, which is always
+/// there.
 #[derive(Debug, Default, Serialize)]
 #[serde(transparent)]
 pub(crate) struct Curve<T, const MOST: usize> {
@@ -21,6 +22,9 @@ pub(crate) struct Curve<T, const MOST: usize> {
 impl<T, const MOST: usize> Curve<T, MOST> {
     /// Adds a point.
     pub(crate) fn add(&mut self, point: T) {
+        if !self.given.saturating_sub(1).is_multiple_of(1 << self.halvings) {
+            self.points.pop(); // it was there as the newest only
+        }
         if self.points.len() >= MOST {
             let mut index = 0;
             self.points.retain(|_| {
@@ -29,9 +33,7 @@ impl<T, const MOST: usize> Curve<T, MOST> {
             });
             self.halvings += 1;
         }
-        if self.given.is_multiple_of(1 << self.halvings) {
-            self.points.push(point);
-        }
+        self.points.push(point);
         self.given += 1;
     }
 }
@@ -61,10 +63,12 @@ mod tests {
         let mut curve = Curve::<usize, 10>::default();
         for point in 0..1000 {
             curve.add(point);
+            let [earlier @ .., newest] = &curve[..] else { panic!("no point") };
+            assert_eq!(*newest, point);
             let stride = 1 << curve.halvings;
-            assert!(curve.len() <= 10 && point - curve[curve.len() - 1] < stride, "{curve:?}");
-            assert!(curve.iter().enumerate().all(|(at, kept)| *kept == at * stride), "{curve:?}");
+            let is_spread = earlier.iter().enumerate().all(|(at, kept)| *kept == at * stride);
+            let is_full = point < 10 || curve.len() > 5;
+            assert!(is_spread && is_full && curve.len() <= 10, "{curve:?}");
         }
-        assert!(curve.len() >= 5, "{curve:?}");
     }
 }

@@ -14,10 +14,10 @@ use comparison::{Bound, Comparison, RunResult, values};
 use engine::data::{Dataset, Subset};
 use engine::error::{Error, Result};
 use engine::ffi::cuda::Cuda;
+use engine::launch::FaultKind;
 use engine::launch::{BindChoice, Launch, LaunchKind, Placement, Rank};
 use engine::models::ModelKind;
 use engine::process_group::ProcessGroup;
-use engine::runtime::FaultKind;
 use engine::trainer::Amp;
 use views::{LogFormat, Printer};
 

@@ -115,7 +115,6 @@ impl ReducerState {
     }
 
     fn reset(&mut self) -> Result<()> {
-        self.backward = Backward::default();
         self.layout.memory.average_in_step(None);
         self.clock.begin(&self.group, self.layout.buckets.len());
         let Layout { buckets, memory, states, .. } = &mut self.layout;
@@ -265,6 +264,8 @@ impl ReducerState {
         let (always_unused, totals) = (self.unused.always.clone(), self.clock.totals);
         let uses_all = !self.unused.must_agree(&self.options);
         self.layout.states.iter_mut().for_each(|state| state.used = uses_all);
+        // Errors name the last backward of this rank.
+        self.backward = Backward { call_site: self.backward.call_site, ..Backward::default() };
         self.reduce_rest()?;
         self.finish()?;
         self.unused.always = always_unused;

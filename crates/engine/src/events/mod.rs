@@ -40,7 +40,7 @@ pub use straggler::{Straggler, find_straggler};
 #[derive(Debug, Clone, Serialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum Event {
-    /// The ranks have connected. `App` tells it, as [`Event::End`] and [`Event::Failure`]; the engine alone does not.
+    /// The ranks have connected. `App` tells it and [`Event::End`]; the engine alone does not.
     Start(Start),
     /// Rank 0 begins to train, or goes on after a resume.
     Training(TrainingStart),
@@ -95,7 +95,7 @@ pub enum Event {
     },
     /// The run is done.
     End(Box<End>),
-    /// The run failed.
+    /// The run failed. The program prints it; other observers learn of the failure when the run has ended.
     Failure {
         /// Who failed, and where. `None` where the process of all ranks was killed.
         #[serde(flatten, serialize_with = "by_failure")]

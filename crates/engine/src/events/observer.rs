@@ -14,7 +14,6 @@ use crate::os::terminal::write_to_stderr;
 /// # use ddp_mp_engine as ddp_mp;
 /// use std::sync::{Arc, Mutex};
 ///
-/// use ddp_mp::events::{Event, Observer};
 /// use ddp_mp::prelude::*;
 ///
 /// /// Keeps the loss of each epoch.

@@ -12,7 +12,7 @@ use super::json_lines::JsonLines;
 use super::{Outcome, Printer, View};
 use engine::error::{Result, Shown};
 use engine::events::{Event, Fingerprint, Observer};
-use engine::files::LinesBefore;
+use engine::files::{LinesBefore, lines_before};
 
 /// The first bytes of a record of any version.
 const BEGINS: &[u8] = b"{\"event\":\"header\",\"format\":";
@@ -28,21 +28,21 @@ pub struct Record {
 }
 
 impl Record {
-    /// Opens the file at `path`, and creates its folder if needed. A run that `continues` an earlier one appends to its
-    /// record.
+    /// Refuses a file at `path` that a run cannot append to: only one that `continues` an earlier run appends to its record.
+    /// Changes nothing.
     ///
     /// # Errors
-    /// If the file cannot be opened, is not a record, or exists without an earlier run to continue.
+    /// If the file cannot be read, is not a record, or exists without an earlier run to continue.
+    pub fn check(path: &Path, continues: bool) -> io::Result<()> {
+        lines_before(path).and_then(|before| check(before.as_ref(), continues))
+    }
+
+    /// Opens the file at `path`, and creates its folder if needed.
+    ///
+    /// # Errors
+    /// If the file cannot be opened, and those of [`check`](Self::check).
     pub fn open(path: &Path, continues: bool) -> io::Result<Self> {
-        let check = |before: Option<&LinesBefore>| match before {
-            Some(before) if !before.first.starts_with(BEGINS) => {
-                Err(io::Error::other("this file exists and is not a record; use another name"))
-            }
-            Some(_) if !continues => Err(io::Error::other(
-                "this record exists; remove it, or use another name (only a run with --resume appends to a record)",
-            )),
-            _ => Ok(()),
-        };
+        let check = |before: Option<&LinesBefore>| check(before, continues);
         let (lines, ()) = JsonLines::open(format!("--record {}", path.shown()), path, check)?;
         Ok(Self { lines: Mutex::new(lines), has_header: AtomicBool::default(), note: None })
     }
@@ -50,6 +50,19 @@ impl Record {
     /// Prints `text` with `printer` at the end, if there is one.
     pub fn note_to(self, printer: Option<Arc<Printer>>, text: String) -> Self {
         Self { note: printer.map(|printer| (printer, text)), ..self }
+    }
+}
+
+/// Refuses lines that are no record, and those of a run that is not continued.
+fn check(before: Option<&LinesBefore>, continues: bool) -> io::Result<()> {
+    match before {
+        Some(before) if !before.first.starts_with(BEGINS) => {
+            Err(io::Error::other("this file exists and is not a record; use another name"))
+        }
+        Some(_) if !continues => Err(io::Error::other(
+            "this record exists; remove it, or use another name (only a run with --resume appends to a record)",
+        )),
+        _ => Ok(()),
     }
 }
 

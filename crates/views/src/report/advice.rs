@@ -56,6 +56,7 @@ pub(crate) fn advice(end: &End, run: Conditions<'_>) -> Vec<String> {
     advice
 }
 
+/// Returns the advice on a straggler.
 fn on_straggler(straggler: &Straggler) -> String {
     let (Straggler { rank, seconds, .. }, phase_text) = (straggler, straggler.phase_text());
     let remedy = if straggler.phase == "save" {
@@ -91,7 +92,7 @@ fn on_loss([first, last]: [f64; 2], lr: f64) -> Option<String> {
 }
 
 /// Returns the advice after a run that lost the fraction `share` of its steps' time in collectives. `None` if a straggler
-/// explains it.
+/// explains it, and steps are not short.
 fn on_collectives(share: f64, end: &End, run: Conditions<'_>) -> Option<String> {
     let percent = 100.0 * share;
     if end.us_per_step < SHORT_STEP {

@@ -191,9 +191,17 @@ fn replicas(end: &End, facts: &ReportFacts) -> Value {
 /// The least time, in seconds, that other ranks waited for a straggler to name it in the report.
 const MIN_STRAGGLER_SECONDS: f64 = 0.05;
 
-/// Returns the conclusions from the times of a run. Of one that has failed there are none.
+/// Returns the conclusions from the times of a run. There are none without an `end`.
 fn verdict(end: Option<&End>, curves: &Curves, facts: &ReportFacts) -> Value {
-    let Some(end) = end else { return json!({ "phases": [], "advice": [] }) };
+    let Some(end) = end else {
+        return json!({
+            "outside_collectives": null,
+            "overlapped": null,
+            "phases": [],
+            "straggler": null,
+            "advice": [],
+        });
+    };
     let phases = end.phases();
     let straggler = find_straggler(&phases, end.seconds, MIN_STRAGGLER_SECONDS);
     let conditions = Conditions {

@@ -72,9 +72,10 @@ impl Curves {
     /// Returns the mean loss of the first quarter of the steps, and of the last. `None` with fewer than four points.
     pub(crate) fn losses(&self) -> Option<[f64; 2]> {
         let [first, .., last] = &self.train[..] else { return None };
-        let quarter = (last.step - first.step) / 4;
+        let quarter = last.step.saturating_sub(first.step) / 4;
         let from_first = self.train.partition_point(|point| point.step <= first.step + quarter);
-        let before_last = self.train.partition_point(|point| point.step < last.step - quarter);
+        let before_last =
+            self.train.partition_point(|point| point.step < last.step.saturating_sub(quarter));
         let mean = |points: &[TrainMetrics]| {
             points.iter().map(|point| point.loss).sum::<f64>() / points.len() as f64
         };

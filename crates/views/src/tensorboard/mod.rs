@@ -25,17 +25,26 @@ pub struct TensorBoard {
 }
 
 impl TensorBoard {
-    /// Creates a new file in `folder`, and the folder if needed. Files of earlier runs stay unchanged. Says whether the run
-    /// `continues` an earlier one.
+    /// Refuses a file in the place of `folder`. Changes nothing.
     ///
     /// # Errors
-    /// When the folder or the file cannot be created.
-    pub fn create(folder: &Path, continues: bool) -> io::Result<Self> {
+    /// If there is one.
+    pub fn check(folder: &Path) -> io::Result<()> {
         if folder.exists() && !folder.is_dir() {
             return Err(io::Error::other(
                 "that is a file, and TensorBoard reads a folder; use another name",
             ));
         }
+        Ok(())
+    }
+
+    /// Creates a new file in `folder`, and the folder if needed. Files of earlier runs stay unchanged. Says whether the run
+    /// `continues` an earlier one.
+    ///
+    /// # Errors
+    /// When the folder or the file cannot be created, and those of [`check`](Self::check).
+    pub fn create(folder: &Path, continues: bool) -> io::Result<Self> {
+        Self::check(folder)?;
         Ok(Self { file: Mutex::new(SummaryWriter::create(folder)?), continues })
     }
 

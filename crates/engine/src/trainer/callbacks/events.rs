@@ -18,9 +18,7 @@ pub(in crate::trainer) struct Events {
     every: u64,
     /// Whether the ranks measure metrics, which an observer of rank 0 wants.
     measures: bool,
-    /// When the steps since the last metrics began, and when the last of them was over.
     since: Instant,
-    until: Instant,
     totals: Totals,
     /// This rank's sum of the epoch's losses at the last metrics.
     loss_sum: f64,
@@ -43,8 +41,8 @@ struct Totals {
 
 impl Events {
     pub(in crate::trainer) fn new(every: u64) -> Self {
-        let (now, totals) = (Instant::now(), Totals::default());
-        Self { every, measures: false, since: now, until: now, totals, loss_sum: 0.0 }
+        let totals = Totals::default();
+        Self { every, measures: false, since: Instant::now(), totals, loss_sum: 0.0 }
     }
 
     /// Tells the metrics of the steps since the last ones, if there were any. A collective in that case.
@@ -68,7 +66,7 @@ impl Events {
         let totals = Vec::<f64>::try_from(group.to_host(&totals)?).doing(doing)?;
         let grad_norm = grad_norm.map(|norm| norm.f_double_value(&[]));
         let grad_norm = grad_norm.transpose().doing(doing)?;
-        let seconds = self.until.duration_since(self.since).as_secs_f64();
+        let seconds = self.since.elapsed().as_secs_f64();
         let samples_per_second = totals[2] / seconds;
         let counted = totals.get(3).copied().unwrap_or_default();
         let metrics = TrainMetrics {
@@ -100,7 +98,6 @@ impl Events {
             totals.grad_norm = Some(norm.shallow_clone());
         }
         totals.lr = step.lr;
-        self.until = Instant::now();
     }
 }
 
