@@ -1,9 +1,9 @@
-//! The pages about the source: the path through the files, and the table of rooms.
+//! The pages about the source: the path through the files, and the table of modules.
 
 use std::fs;
 
 use crate::harness::repository;
-use crate::tidy::{before_tests, rooms, source};
+use crate::tidy::{before_tests, modules, source};
 
 /// The page with the path.
 const PATH: &str = "docs/src/reading-the-source.md";
@@ -21,7 +21,7 @@ fn path_through_the_source_is_true() {
     let rows = page.lines().filter_map(|line| line.strip_prefix("| `")?.split_once("` | "));
     let files: Vec<&str> = rows.map(|(file, _)| file).collect();
     assert!(files.len() > 20, "{files:?}");
-    // A room may come back, but no file twice.
+    // A module may come back, but no file twice.
     for (index, file) in files.iter().enumerate() {
         assert!(!files[..index].contains(file), "{PATH} names {file} twice");
     }
@@ -58,13 +58,13 @@ fn drawings_name_files_that_exist() {
 }
 
 #[test]
-fn architecture_has_the_rooms_of_the_crate() {
+fn architecture_has_the_modules_of_the_crate() {
     let page = fs::read_to_string(repository("ARCHITECTURE.md")).unwrap();
     let rows: Vec<String> =
-        rooms().iter().map(|[room, description]| format!("| `{room}` | {description} |")).collect();
+        modules().iter().map(|[module, description]| format!("| `{module}` | {description} |")).collect();
     assert!(
         page.contains(&rows.join("\n")),
-        "ARCHITECTURE.md: the rooms are not:\n{}",
+        "ARCHITECTURE.md: the modules are not:\n{}",
         rows.join("\n")
     );
 }

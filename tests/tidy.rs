@@ -49,21 +49,21 @@ fn code(file: &Path) -> String {
 }
 
 /// Returns the rows of the table "Reading order" in lib.rs, from the top to the bottom: a module, and what happens there.
-pub(crate) fn rooms() -> Vec<[String; 2]> {
+pub(crate) fn modules() -> Vec<[String; 2]> {
     let library = fs::read_to_string(repository("src/lib.rs")).unwrap();
     let (_, section) = library.split_once("//! # Reading order\n").unwrap();
     let section = section.split("//! # ").next().unwrap();
     let rows = section
         .lines()
         .filter_map(|line| line.strip_prefix("//! | ")?.strip_suffix(" |")?.split_once(" | "));
-    let rooms =
-        rows.map(|(room, text)| [room.trim_matches(['[', ']', '`']), text].map(str::to_owned));
-    rooms.filter(|[room, _]| room != "module").collect()
+    let modules =
+        rows.map(|(module, text)| [module.trim_matches(['[', ']', '`']), text].map(str::to_owned));
+    modules.filter(|[module, _]| module != "module").collect()
 }
 
 /// Returns the modules of that table.
 fn reading_order() -> Vec<String> {
-    rooms().into_iter().map(|[room, _]| room).collect()
+    modules().into_iter().map(|[module, _]| module).collect()
 }
 
 #[test]
@@ -208,9 +208,9 @@ fn some_words_are_in_few_files_only() {
     }
 }
 
-/// A reader of one room need not know these. Comments may explain them.
+/// A reader of one module need not know these. Comments may explain them.
 #[test]
-fn words_of_one_room_stay_there() {
+fn words_of_one_module_stay_there() {
     for file in sources() {
         let (name, code) = (name(&file), code(&file));
         let averages = [
@@ -220,7 +220,7 @@ fn words_of_one_room_stay_there() {
             "optim/flat_memory.rs",
             "optim/param_memory.rs",
         ];
-        let is_plain = averages.iter().any(|room| name.starts_with(room));
+        let is_plain = averages.iter().any(|module| name.starts_with(module));
         assert!(!is_plain || !code.contains("weight"), "{name}: the trainer weights, by the loss");
         let words = code.split(|it: char| !it.is_alphanumeric());
         let found = words.into_iter().any(|word| word == "DataParallel");
@@ -228,7 +228,7 @@ fn words_of_one_room_stay_there() {
         assert!(may || !found, "{name} names a part of session/data_parallel.rs");
         // Where a layout of the optimizer is made, chosen and explained.
         let layouts = ["optim/", "config/", "session/checked_placement.rs", "views/explain/"];
-        let may = layouts.iter().any(|room| name.starts_with(room));
+        let may = layouts.iter().any(|module| name.starts_with(module));
         for word in ["SharedModel", "Partitioned", "share_model", "shares_model"] {
             assert!(may || !code.contains(word), "{name} names {word}, a layout of optim");
         }
