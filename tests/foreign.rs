@@ -10,7 +10,9 @@ use ddp_mp::CheckpointDir;
 use ddp_mp::checkpoint::{Checkpoint, Snapshot, TrainerState};
 use tempfile::TempDir;
 
-use crate::harness::{run_refused, run_to, some_of, words};
+use crate::harness::{
+    as_torchrun, free_port, program, run_command_to, run_refused, run_to, some_of, words,
+};
 
 /// Names that a run creates, replaces, renames or removes where it saves. A run of two epochs ends after step 4.
 const NAMES: &str =
@@ -195,6 +197,33 @@ fn parts_left_by_a_killed_run_are_removed() {
 }
 
 /// A run is refused as a whole: whoever corrects the flag finds everything as it was.
+#[test]
+fn restart_removes_no_file_but_the_tensors_that_were_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let keep = format!("--keep={}", folder.path().join("kept").display());
+    let start = |code, count: &str, flags: &[&str]| {
+        let args = [&["--max-steps=2", &keep], flags].concat();
+        let mut command = program(&args);
+        as_torchrun(&mut command, 0, 1, free_port());
+        command.env("TORCHELASTIC_RESTART_COUNT", count);
+        run_command_to(code, command).1
+    };
+    let text = || fs::read(folder.path().join("kept")).unwrap();
+    for code in ["0", "1"] {
+        fs::write(folder.path().join("kept"), "of others").unwrap();
+        assert!(start(2, code, &[]).contains("this file exists; remove it"));
+        assert_eq!(text(), b"of others");
+    }
+    fs::remove_file(folder.path().join("kept")).unwrap();
+    start(0, "0", &[]);
+    let kept = text();
+    // Another output is refused.
+    start(2, "1", &["--trace=/dev/null"]);
+    assert_eq!(text(), kept);
+    start(0, "1", &["--keep-step=1"]);
+    assert_ne!(text(), kept);
+}
+
 #[test]
 fn refused_output_leaves_nothing_of_the_others() {
     let folder = tempfile::tempdir().unwrap();

@@ -60,8 +60,10 @@ fn drawings_name_files_that_exist() {
 #[test]
 fn architecture_has_the_modules_of_the_crate() {
     let page = fs::read_to_string(repository("ARCHITECTURE.md")).unwrap();
-    let rows: Vec<String> =
-        modules().iter().map(|[module, description]| format!("| `{module}` | {description} |")).collect();
+    let rows: Vec<String> = modules()
+        .iter()
+        .map(|[module, description]| format!("| `{module}` | {description} |"))
+        .collect();
     assert!(
         page.contains(&rows.join("\n")),
         "ARCHITECTURE.md: the modules are not:\n{}",

@@ -211,16 +211,28 @@ fn pipes_and_devices_work_or_are_refused_without_a_hang() {
             ("--prometheus=pipe", "--prometheus pipe: this is a pipe"),
             ("--tensorboard=pipe", "--tensorboard pipe: "),
             ("--checkpoint-dir=pipe", "pipe cannot be used for checkpoints"),
+            ("--trace=new/", "--trace new/: that is not a file name"),
+            ("--prometheus=new/", "--prometheus new/: that is not a file name"),
+            ("--keep=new/", "--keep new/: that is not a file name"),
+            ("--keep=loop", "--keep loop: Too many levels of symbolic links"),
+            ("--metrics=loop --checkpoint-dir=new", "--metrics loop: Too many levels"),
+            ("--record=mine.csv/x --checkpoint-dir=new", "--record mine.csv/x: Not a directory"),
+            ("--tensorboard=loop --checkpoint-dir=new", "--tensorboard loop: Too many levels"),
+            ("--trace=/dev/null --spawn=processes", "this is a device"),
         ],
         4,
     ) {
         let stderr = run_refused_in(folder.path(), flags);
         assert!(stderr.contains(problem), "{flags}: {stderr}");
         assert_eq!(fs::read_to_string(at("mine.csv")).unwrap(), "1,2\n", "{flags}");
+        assert!(!at("new").exists(), "{flags} leaves a file");
     }
-    for flags in ["--config=/dev/null", "--metrics=/dev/null"] {
+    for flags in
+        ["--config=/dev/null", "--metrics=/dev/null", "--record=/dev/null --spawn=processes"]
+    {
         run_in(0, folder.path(), flags);
     }
+    assert!(!Path::new("/dev/null.0").exists());
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! The files of a run. No output may be an input or another output.
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use clap::Command;
 use clap::builder::ValueHint;
@@ -146,11 +147,11 @@ impl Config {
         for (usage, key) in declared {
             let Some(path) = values.get(key).and_then(|path| path.as_str()) else { continue };
             let path = Path::new(path);
-            // A path without a name, such as `..`, has no place for a process number, and is refused later.
-            let is_of_process = usage == Use::WritesEach && path.file_name().is_some();
-            let processes = if is_of_process { processes } else { 1 };
+            let processes = if usage == Use::WritesEach { processes } else { 1 };
             let paths = (0..processes).map(|process| process_path(path, [process, processes]));
-            all.extend(paths.map(|path| used(key, usage, &path)));
+            // A path may have no place for a process number.
+            let paths: BTreeSet<PathBuf> = paths.collect();
+            all.extend(paths.iter().map(|path| used(key, usage, path)));
         }
         all.retain(|used| !used.place.is_device()); // such as /dev/null, which many may use
         Ok(all)

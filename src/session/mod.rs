@@ -33,7 +33,7 @@ use engine::launch::{
     await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
 use engine::os::terminal::screen_problem;
-use run_views::{Opening, Views, check_kept};
+use run_views::{Opening, Views, check_kept, remove_kept};
 use views::Printer;
 
 pub(crate) use checked_placement::{check_shared_model, place_all, place_ranks, refuse_launcher};
@@ -286,7 +286,9 @@ fn open_views(
     let backend = &backend(config, joined_launch);
     let opening = Opening { config, joined_launch, data, backend, stop, printer };
     let open_folder = || if is_first { start_point.open_folder(config) } else { Ok(()) };
-    Views::open(&opening, open_folder)
+    let views = Views::open(&opening, open_folder)?;
+    remove_kept(config, joined_launch);
+    Ok(views)
 }
 
 /// Returns the name of the backend, whether the network is simulated and whether steps are recorded, for the user.

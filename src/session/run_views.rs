@@ -12,6 +12,7 @@ use engine::events::Observers;
 use engine::files::{WholeFile, process_path};
 use engine::launch::{JoinedLaunch, StopRequest};
 use engine::os::limits::output_refused;
+use engine::trainer::KeepTensors;
 use views::{
     Explain, Live, Metrics, Outcome, Printer, Prometheus, Record, Report, RunFacts, RunInfo,
     RunState, TensorBoard, Trace, View,
@@ -141,7 +142,13 @@ impl Opening<'_> {
 
     fn record_note(&self, path: &Path) -> String {
         let (path, program) = (path.shown(), self.config.program.name);
-        format!("the record is in {path}: compare it with {program} diff")
+        match self.joined_launch.process() {
+            [_, 1] => format!("the record is in {path}: compare it with {program} diff"),
+            [_, count] => format!(
+                "the records of {count} processes are beside {path}, each with its index in its name: compare them with \
+                 {program} diff"
+            ),
+        }
     }
 
     fn facts(&self) -> RunFacts {
@@ -212,13 +219,25 @@ pub(super) fn check_kept(config: &Config, joined_launch: &JoinedLaunch) -> Resul
     if !joined_launch.ranks_here().contains(&keep.rank) {
         return Ok(());
     }
-    if joined_launch.launch.restart_count > 0 {
-        let _ = fs::remove_file(&keep.file); // an earlier start of this run has written it
-    }
-    let begun = if keep.file.exists() {
-        Err(io::Error::other("this file exists; remove it, or use another name"))
-    } else {
-        WholeFile::begin(&keep.file).map(drop)
+    let begun = match fs::metadata(&keep.file) {
+        Ok(_) if is_of_earlier_start(&keep, joined_launch) => Ok(()),
+        Ok(_) => Err(io::Error::other("this file exists; remove it, or use another name")),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        Err(_) => WholeFile::begin(&keep.file).map(drop),
     };
-    begun.map_err(|error| output_refused(&format!("--keep {}", keep.file.shown()), &error))
+    begun.map_err(|error| refused("--keep", &keep.file, &error))
+}
+
+/// Returns whether an earlier start of this run may have written the file of `keep`.
+fn is_of_earlier_start(keep: &KeepTensors, joined_launch: &JoinedLaunch) -> bool {
+    joined_launch.launch.restart_count > 0 && keep.is_written()
+}
+
+/// Removes the tensors that an earlier start of this run has kept, when all outputs have been checked: this one keeps them
+/// again.
+pub(super) fn remove_kept(config: &Config, joined_launch: &JoinedLaunch) {
+    let keep = config.keep().filter(|keep| joined_launch.ranks_here().contains(&keep.rank));
+    if let Some(keep) = keep.filter(|keep| is_of_earlier_start(keep, joined_launch)) {
+        let _ = fs::remove_file(&keep.file); // the run says so if it cannot write
+    }
 }

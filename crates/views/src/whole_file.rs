@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use engine::error::Shown;
-use engine::files::{WholeFile, open_regular};
+use engine::files::{WholeFile, check_file_name, open_regular};
 use engine::os::limits::output_failed;
 
 /// The marks by which files of one kind are recognized.
@@ -49,10 +49,8 @@ impl Output {
     /// # Errors
     /// When no file can be created there, or `path` is a file of another kind.
     pub(crate) fn new(path: &Path, marks: Marks) -> io::Result<Self> {
+        check_file_name(path)?;
         let path = std::path::absolute(path)?;
-        if path.file_name().is_none() || path.ends_with("..") {
-            return Err(Error::other("that is not a file name"));
-        }
         let output = Self { path, marks };
         output.check()?;
         WholeFile::begin(&output.path)?; // and removes it

@@ -15,11 +15,11 @@ use std::sync::Arc;
 
 use serde::Serialize;
 
-use crate::records::{TrainMetrics, ValidationMetrics};
 use crate::runtime::RankFailure;
 pub use crate::runtime::{OpEntry, OpTotals, SourceLine};
 use run::by_failure;
 
+pub use crate::records::{TrainMetrics, ValidationMetrics};
 pub use activity::RanksActivity;
 pub use activity::{RankSnapshot, RunSnapshot, Source};
 pub use fingerprint::{FINGERPRINT_FORMAT, FingerprintedRun};
@@ -95,7 +95,7 @@ pub enum Event {
     },
     /// The run is done.
     End(Box<End>),
-    /// The run failed. The program prints it; other observers learn of the failure when the run has ended.
+    /// The run failed: ranks of this process, or of another. Told after [`Event::Ended`].
     Failure {
         /// Who failed, and where. `None` where the process of all ranks was killed.
         #[serde(flatten, serialize_with = "by_failure")]

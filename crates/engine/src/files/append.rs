@@ -156,7 +156,11 @@ impl Write for Appender {
 /// # Errors
 /// If the file cannot be read.
 pub fn lines_before(path: &Path) -> io::Result<Option<LinesBefore>> {
-    if !fs::metadata(path).is_ok_and(|metadata| metadata.is_file()) {
+    let kind = match fs::metadata(path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        found => found?.file_type(),
+    };
+    if !kind.is_file() && !kind.is_dir() {
         return Ok(None);
     }
     let mut file = open_regular(path)?;

@@ -14,7 +14,7 @@ pub use mistaken::{RECOGNIZED_BY, mistaken};
 pub use place::Place;
 pub(crate) use read::{name_of_kind, read_regular, refuse_special};
 pub use read::{open_regular, read_stream};
-pub use whole::WholeFile;
+pub use whole::{WholeFile, check_file_name};
 
 use std::io;
 use std::os::fd::AsFd;
@@ -25,9 +25,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::runtime::Deadline;
 
-/// Returns the path of a process's file: `a.json` of a single process, `a.0.json` and so on of several.
+/// Returns the path of a process's file: `a.json` of a single process, `a.0.json` and so on of several. A device, such as
+/// `/dev/null`, and the process's own `/dev/stdout` are the same for all.
 pub fn process_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
-    if count == 1 || path.file_name().is_none() {
+    let place = Place::of(path);
+    let is_one = count == 1 || place.is_device() || place.is_of_this_process();
+    if is_one || path.file_name().is_none() {
         return path.into();
     }
     let extension = path.extension().map(|extension| format!(".{}", extension.to_string_lossy()));

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, Permissions};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
@@ -23,6 +24,7 @@ impl WholeFile {
     /// # Errors
     /// When no file can be created there.
     pub fn begin(path: &Path) -> io::Result<Self> {
+        check_file_name(path)?;
         let place = Place::of(path).into_path();
         let folder = place.parent().unwrap_or(Path::new("/"));
         fs::create_dir_all(folder)?;
@@ -73,4 +75,16 @@ impl WholeFile {
             }
         }
     }
+}
+
+/// Refuses a path that names no file: that ends with `/` or `..`.
+///
+/// # Errors
+/// If it does.
+pub fn check_file_name(path: &Path) -> io::Result<()> {
+    let names_folder = path.as_os_str().as_bytes().ends_with(b"/") || path.ends_with("..");
+    if path.file_name().is_none() || names_folder {
+        return Err(io::Error::other("that is not a file name"));
+    }
+    Ok(())
 }

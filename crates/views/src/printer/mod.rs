@@ -393,7 +393,11 @@ impl Observer for Printer {
         Wants { messages: true, metrics: self.shows_bar(), ..Wants::default() }
     }
 
+    /// Prints all but a failure: whoever has started the ranks prints it, when all of their lines have been printed.
     fn event(&self, event: &Event) -> anyhow::Result<()> {
+        if matches!(event, Event::Failure { .. }) {
+            return Ok(());
+        }
         Ok(self.print(event)?)
     }
 }

@@ -81,7 +81,9 @@ impl Observer for Record {
 
 impl View for Record {
     fn finish(&self, _: &Outcome) -> Result<()> {
-        if let Some((printer, text)) = &self.note {
+        if let Some((printer, text)) = &self.note
+            && self.has_header.load(Ordering::Relaxed)
+        {
             printer.info(text);
         }
         Ok(())

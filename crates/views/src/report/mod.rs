@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use strum::IntoEnumIterator;
 
 use super::whole_file::Output;
-use super::{Outcome, Printer, View};
+use super::{Outcome, Printer, RunState, View};
 use advice::{Conditions, advice, outside_collectives};
 use engine::error::{Result, Shown};
 use engine::events::{
@@ -135,7 +135,7 @@ impl Report {
                 "collectives": collectives(dump),
             },
             "replicas": end.map(|end| replicas(end, facts)),
-            "verdict": verdict(end, curves, facts),
+            "verdict": verdict(end, outcome, curves, facts),
         });
         Ok(Page { data, curves, timeline: Tracks::new(dump) })
     }
@@ -191,8 +191,11 @@ fn replicas(end: &End, facts: &ReportFacts) -> Value {
 /// The least time, in seconds, that other ranks waited for a straggler to name it in the report.
 const MIN_STRAGGLER_SECONDS: f64 = 0.05;
 
-/// Returns the conclusions from the times of a run. There are none without an `end`.
-fn verdict(end: Option<&End>, curves: &Curves, facts: &ReportFacts) -> Value {
+/// Returns the conclusions from the times of a run. There are none without an `end`, and of a run that has failed for
+/// another reason than its replicas.
+fn verdict(end: Option<&End>, outcome: &Outcome, curves: &Curves, facts: &ReportFacts) -> Value {
+    let has_failed = |end: &&End| outcome.kind == RunState::Failed && end.replicas_equal;
+    let end = end.filter(|end| !has_failed(end));
     let Some(end) = end else {
         return json!({
             "outside_collectives": null,

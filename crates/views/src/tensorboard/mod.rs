@@ -3,13 +3,14 @@
 mod messages;
 mod summary_writer;
 
+use std::fs;
 use std::io;
 use std::path::Path;
 
 use parking_lot::Mutex;
 
 use super::View;
-use engine::error::Result;
+use engine::error::{Result, Shown};
 use engine::events::{Event, Observer, Wants};
 use engine::os::limits::output_failed;
 use engine::records::{TrainMetrics, ValidationMetrics};
@@ -20,6 +21,8 @@ pub use summary_writer::SummaryWriter;
 #[derive(Debug)]
 pub struct TensorBoard {
     file: Mutex<SummaryWriter>,
+    /// The flag and the folder, for messages.
+    name: String,
     /// Whether the run goes on where an earlier one was. TensorBoard then leaves out the steps that come again.
     continues: bool,
 }
@@ -30,12 +33,13 @@ impl TensorBoard {
     /// # Errors
     /// If there is one.
     pub fn check(folder: &Path) -> io::Result<()> {
-        if folder.exists() && !folder.is_dir() {
-            return Err(io::Error::other(
+        match fs::metadata(folder) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            Ok(found) if !found.is_dir() => Err(io::Error::other(
                 "that is a file, and TensorBoard reads a folder; use another name",
-            ));
+            )),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Creates a new file in `folder`, and the folder if needed. Files of earlier runs stay unchanged. Says whether the run
@@ -45,12 +49,13 @@ impl TensorBoard {
     /// When the folder or the file cannot be created, and those of [`check`](Self::check).
     pub fn create(folder: &Path, continues: bool) -> io::Result<Self> {
         Self::check(folder)?;
-        Ok(Self { file: Mutex::new(SummaryWriter::create(folder)?), continues })
+        let name = format!("--tensorboard {}", folder.shown());
+        Ok(Self { file: Mutex::new(SummaryWriter::create(folder)?), name, continues })
     }
 
     /// Writes to the file.
     fn write(&self, write: impl FnOnce(&mut SummaryWriter) -> io::Result<()>) -> Result<()> {
-        write(&mut self.file.lock()).map_err(|error| output_failed("--tensorboard", &error))
+        write(&mut self.file.lock()).map_err(|error| output_failed(&self.name, &error))
     }
 }
 

@@ -69,11 +69,12 @@ impl Spawn {
             world.leave(Stay { patience, failed, asked_to_end: &asked_to_end });
         }
         let result = self.result(&run, threads, table);
-        if let Err(error) = &result
-            && self.leaves_error
-        {
-            let launch = &joined_launch.launch;
-            leave_error(launch, &error.to_string(), &self.observers);
+        if let Err(error) = &result {
+            let _ = self.observers.tell(&Event::failure(&error.failure)); // the caller gets the error
+            if self.leaves_error {
+                let launch = &joined_launch.launch;
+                leave_error(launch, &error.to_string(), &self.observers);
+            }
         }
         result
     }

@@ -8,7 +8,7 @@ use std::rc::Rc;
 use anyhow::Result;
 use tch::Tensor;
 
-use crate::checkpoint::write_tensors;
+use crate::checkpoint::{TensorFile, write_tensors};
 use crate::ddp::DistributedDataParallel;
 use crate::ffi::TorchResult;
 use crate::trainer::{Callback, Step, TrainContext};
@@ -22,6 +22,15 @@ pub struct KeepTensors {
     pub step: u64,
     /// The rank.
     pub rank: usize,
+}
+
+impl KeepTensors {
+    /// Returns whether the file has the kept tensors of a step.
+    #[doc(hidden)]
+    pub fn is_written(&self) -> bool {
+        let tensors = TensorFile::read(&self.file).and_then(|file| file.tensors());
+        tensors.is_ok_and(|tensors| tensors.keys().any(|name| name.starts_with("before.")))
+    }
 }
 
 /// The tensors of the step, as they come.
