@@ -92,6 +92,26 @@ fn failure_is_shown_before_all_ranks_have_come_back() {
 }
 
 #[test]
+fn observers_are_told_the_end_of_the_ranks_and_then_their_failure() {
+    for fails in [false, true] {
+        let (tell, told) = unbounded::<String>();
+        let tell = move |event: &Event| match event {
+            Event::Ended { .. } => drop(tell.send("ended".into())),
+            Event::Failure { error, .. } => drop(tell.send(error.clone())),
+            _ => {}
+        };
+        let spawn = Spawn::new(2).grace_period(SHORT).observe(tell);
+        let ended = spawn.run(move |rank| {
+            anyhow::ensure!(!fails || rank.rank() == 0, "lost");
+            Ok(())
+        });
+        assert_eq!(ended.is_err(), fails);
+        let expected = if fails { vec!["ended", "lost"] } else { vec!["ended"] };
+        assert_eq!(told.iter().collect::<Vec<_>>(), expected);
+    }
+}
+
+#[test]
 fn failed_collective_is_over_in_the_status_dump() {
     let (ask, asks) = unbounded::<()>();
     let (tell, told) = unbounded::<String>();
