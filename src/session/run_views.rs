@@ -34,7 +34,7 @@ pub(crate) struct Views(Vec<Arc<dyn View>>);
 
 impl Views {
     /// Opens all views that the options ask for. What is the same for all ranks is in the process of rank 0 alone. Calls
-    /// `open_folder` when all files have been checked that are not created now: nothing is left if one is refused.
+    /// `open_folder` when all files have been checked: no file is left if one is refused.
     ///
     /// # Errors
     /// [`Error::Input`] if a file cannot be written, and those of `open_folder`.
