@@ -8,6 +8,7 @@ use std::io::{self, IsTerminal, Write};
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::thread;
 
 use rustix::process::{
     Pid, Signal, getpgid, getpgrp, getpid, getppid, kill_process, parent_process_death_signal,
@@ -27,6 +28,13 @@ static ORIGINAL: OnceLock<Termios> = OnceLock::new();
 
 /// Whether the screen is entered.
 static SHOWN: AtomicBool = AtomicBool::new(false);
+
+/// Whether a thread writes to the screen now.
+static DRAWS: AtomicBool = AtomicBool::new(false);
+
+/// How often the thread that leaves the screen lets the one that writes to it run. A handler may have interrupted that thread,
+/// which then never ends its write.
+const MOST_YIELDS: usize = 1000;
 
 /// The process group that the terminal was taken from; 0 if it was not taken.
 static TAKEN_FROM: AtomicI32 = AtomicI32::new(0);
@@ -89,11 +97,39 @@ pub fn is_ours() -> bool {
     tcgetpgrp(stderr()).map_or(true, |owner| owner == getpgrp())
 }
 
+/// The entered screen, to write to. Once it was left, or the terminal is another's, what is written is dropped: a view may
+/// still draw while a signal ends the process.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct EnteredScreen;
+
+impl Write for EnteredScreen {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        DRAWS.store(true, Ordering::SeqCst);
+        let is_there = SHOWN.load(Ordering::SeqCst) && is_ours();
+        let written = if is_there { io::stderr().write(bytes) } else { Ok(bytes.len()) };
+        DRAWS.store(false, Ordering::SeqCst);
+        written
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
+    }
+}
+
 /// Brings the terminal back to normal, if the screen is entered and the terminal is still this process's. May be called in a
 /// signal handler.
 #[doc(hidden)]
 pub fn restore() {
-    if SHOWN.swap(false, Ordering::SeqCst) && is_ours() {
+    if !SHOWN.swap(false, Ordering::SeqCst) {
+        return;
+    }
+    let mut yields = 0;
+    while DRAWS.load(Ordering::SeqCst) && yields < MOST_YIELDS {
+        thread::yield_now();
+        yields += 1;
+    }
+    if is_ours() {
         leave(TAKEN_FROM.swap(0, Ordering::SeqCst));
     }
 }
@@ -149,7 +185,9 @@ impl LentTerminal {
     pub(crate) fn take_back() {
         let Some(child) = Pid::from_raw(LENT_TO.load(Ordering::SeqCst)) else { return };
         if tcgetpgrp(stderr()).is_ok_and(|owner| owner == child) {
-            leave(getpgrp().as_raw_nonzero().get());
+            // First of all: a child that still draws sees that the terminal is another's.
+            let _ = without_stopping(|| Ok(tcsetpgrp(stderr(), getpgrp())?));
+            leave(0);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The screen of the live view: a thread that looks at the ranks, draws, and reads keys. The ranks do not notice it.
 
-use std::io::{self, BufWriter, Stderr};
+use std::io::{self, BufWriter};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
@@ -19,7 +19,7 @@ use crate::Printer;
 use crate::printer::Feed;
 use engine::events::{RanksActivity, RunSnapshot};
 use engine::os::limits::not_started;
-use engine::os::terminal;
+use engine::os::terminal::{self, EnteredScreen};
 use engine::runtime::{StopReason, StopRequest};
 
 /// The shortest and the longest time between two frames.
@@ -112,7 +112,7 @@ impl Drop for LiveScreen {
 /// The terminal while it shows a view. Brought back to normal when it is dropped: at the end of the view's thread, which may be
 /// before that of the run, and where that thread cannot be started.
 struct Screen {
-    terminal: Terminal<CrosstermBackend<BufWriter<Stderr>>>,
+    terminal: Terminal<CrosstermBackend<BufWriter<EnteredScreen>>>,
     /// Gets the terminal's lines back.
     printer: Arc<Printer>,
 }
@@ -121,8 +121,8 @@ impl Screen {
     /// Switches to the view's screen.
     fn enter(printer: &Arc<Printer>) -> io::Result<Self> {
         terminal::enter_screen().inspect_err(|_| terminal::restore())?;
-        // One write for a frame: stderr itself has no buffer.
-        let backend = CrosstermBackend::new(BufWriter::with_capacity(1 << 16, io::stderr()));
+        // One write for a frame: the screen itself has no buffer.
+        let backend = CrosstermBackend::new(BufWriter::with_capacity(1 << 16, EnteredScreen));
         let terminal = Terminal::new(backend).inspect_err(|_| terminal::restore())?;
         Ok(Self { terminal, printer: printer.clone() })
     }
