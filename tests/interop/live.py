@@ -6,6 +6,7 @@ live.py PROGRAM
 import json
 import pathlib
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -102,10 +103,21 @@ def several_machines(program, folder):
         check_terminal(terminal)
 
 
+def ending_late(program):
+    """The command of `program` that makes its processes take their time to end: whoever draws on, is seen."""
+    late = ["strace", "-f", "-o", "/dev/null", "-e", "trace=exit_group"]
+    late += ["-e", "inject=exit_group:delay_enter=300000"]
+    if not shutil.which(late[0]) or subprocess.run([*late, "true"], check=False).returncode != 0:
+        print("live: strace cannot be used, so the processes end as they do")
+        return [program]
+    return [*late, program]
+
+
 def stalls(program, folder):
+    command = ending_late(program)
     for spawn in ["threads", "processes"]:
         with Terminal(100, 24, folder) as terminal:
-            terminal.start(program, *STALL, "--live", f"--spawn={spawn}", "--stall-warning=2s")
+            terminal.start(*command, *STALL, "--live", f"--spawn={spawn}", "--stall-warning=2s")
             terminal.wait_for(r"0 CPU:0 W waits for rank 1 \d+\.\d s: all_reduce #")
             terminal.wait_for(r"2 CPU:2 W waits for rank 1 \d+\.\d s: all_reduce #")
             terminal.wait_for(r"all_reduce #\d+ .* has not ended for")
