@@ -172,6 +172,9 @@ fn help_shows_the_defaults_of_the_program() {
         }
     }
     assert!(help.contains("[default: 0.25]"), "{help}");
+    let (_, about) = long.split_once("--val-fraction <F>").unwrap();
+    let (about, _) = about.split_once("\n      --").unwrap();
+    assert!(!about.contains("[default: none]"), "the program has another: {about}");
     assert!(
         long.contains("[default: 50; with --report 10]"),
         "options without such a default keep ours: {long}"

@@ -196,7 +196,6 @@ fn parts_left_by_a_killed_run_are_removed() {
     assert_eq!(names, [".lock", "latest", "notes", "step-00000004"]);
 }
 
-/// A run is refused as a whole: whoever corrects the flag finds everything as it was.
 #[test]
 fn restart_removes_no_file_but_the_tensors_that_were_kept() {
     let folder = tempfile::tempdir().unwrap();
@@ -224,6 +223,7 @@ fn restart_removes_no_file_but_the_tensors_that_were_kept() {
     assert_ne!(text(), kept);
 }
 
+/// A run is refused as a whole: whoever corrects the flag finds everything as it was.
 #[test]
 fn refused_output_leaves_nothing_of_the_others() {
     let folder = tempfile::tempdir().unwrap();

@@ -188,11 +188,11 @@ fn check_own_output(used: &[Used]) -> Result<(), Invalid> {
 
 /// Returns the problem with two paths of a run, worded for the later one. `None` if there is no problem.
 fn conflict(earlier: &Used, later: &Used) -> Option<String> {
-    use Use::{Appends, Keeps, Reads, Writes, WritesEach};
+    use Use::{Fills, Keeps, Reads};
     let other = flag_name(&earlier.key);
     let is_at = |used: &Used, file: &Used| {
         let is_there = || used.place.is(&file.place) || used.place.within(&file.place).is_some();
-        [Reads, Writes, WritesEach, Appends].contains(&file.usage) && is_there()
+        ![Fills, Keeps].contains(&file.usage) && is_there()
     };
     let is_in_checkpoint = |used: &Used, folder: &Used| {
         folder.usage == Keeps && is_of_checkpoint(&used.place, &folder.place)

@@ -27,10 +27,9 @@ use end_messages::outcome;
 use engine::error::{Error, Result};
 use engine::events::{Event, Observers, Start};
 use engine::ffi::cuda::Cuda;
-use engine::launch::FaultKind;
 use engine::launch::{
-    JoinedLaunch, Launch, LaunchKind, Restarts, Spawn, SpawnError, StopReason, StopRequest,
-    await_termination, end_at_signals_in, status_signal, stop_on_signals,
+    FaultKind, JoinedLaunch, Launch, LaunchKind, Restarts, Spawn, SpawnError, StopReason,
+    StopRequest, await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
 use engine::os::terminal::screen_problem;
 use run_views::{Opening, Views, check_kept, remove_kept};

@@ -14,8 +14,7 @@ use comparison::{Bound, Comparison, RunResult, values};
 use engine::data::{Dataset, Subset};
 use engine::error::{Error, Result};
 use engine::ffi::cuda::Cuda;
-use engine::launch::FaultKind;
-use engine::launch::{BindChoice, Launch, LaunchKind, Placement, Rank};
+use engine::launch::{BindChoice, FaultKind, Launch, LaunchKind, Placement, Rank};
 use engine::models::ModelKind;
 use engine::process_group::ProcessGroup;
 use engine::trainer::Amp;
@@ -301,7 +300,8 @@ impl Verification {
     }
 }
 
-/// Returns the first step, from 0, after which the ways differ. They do after `steps` steps; `is_ok` tells of fewer.
+/// Returns the first step, from 0, after which the ways differ. They differ after `steps` steps. `is_ok` returns whether they
+/// agree after fewer.
 fn first_wrong_step(
     steps: u64,
     is_ok: impl Fn(u64) -> anyhow::Result<bool>,

@@ -35,7 +35,7 @@ pub(super) struct ReducerState {
     pub backward: Backward,
 }
 
-/// What holds for one backward.
+/// The state of one backward.
 #[derive(Default)]
 pub(super) struct Backward {
     /// Whether it averages. Gradients stay on this rank otherwise: `no_sync`.

@@ -16,10 +16,10 @@ use std::sync::Arc;
 use serde::Serialize;
 
 use crate::runtime::RankFailure;
-pub use crate::runtime::{OpEntry, OpTotals, SourceLine};
 use run::by_failure;
 
 pub use crate::records::{TrainMetrics, ValidationMetrics};
+pub use crate::runtime::{OpEntry, OpTotals, SourceLine};
 pub use activity::RanksActivity;
 pub use activity::{RankSnapshot, RunSnapshot, Source};
 pub use fingerprint::{FINGERPRINT_FORMAT, FingerprintedRun};
@@ -40,7 +40,7 @@ pub use straggler::{Straggler, find_straggler};
 #[derive(Debug, Clone, Serialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum Event {
-    /// The ranks have connected. `App` tells it and [`Event::End`]; the engine alone does not.
+    /// The ranks have connected. Only `App` tells this event, and [`Event::End`].
     Start(Start),
     /// Rank 0 begins to train, or goes on after a resume.
     Training(TrainingStart),
@@ -51,7 +51,7 @@ pub enum Event {
         /// Steps that the whole run will have, if nothing ends it early.
         steps: u64,
     },
-    /// The metrics of the last steps, which all ranks have reduced. Rank 0 tells them if somebody [wants](Wants::metrics) them.
+    /// The metrics of the last steps, reduced over all ranks. Rank 0 tells them if somebody [wants](Wants::metrics) them.
     Metrics(TrainMetrics),
     /// One rank has finished one epoch.
     Epoch(Epoch),

@@ -57,8 +57,8 @@ pub trait Observer: Send + Sync {
     /// Takes an event.
     ///
     /// # Errors
-    /// An error fails the rank that has told the event. Nobody learns of an error at [`Event::Ended`], which no rank tells, at
-    /// a note or a warning, and at the fingerprint of a step that has failed.
+    /// An error fails the rank that has told the event. It is ignored for [`Event::Ended`] and [`Event::Failure`], which no
+    /// rank tells, for a note or a warning, and for the fingerprint of a step that has failed.
     fn event(&self, event: &Event) -> anyhow::Result<()>;
 
     /// Takes the ranks, which are about to start, to ask what each does until [`Event::Ended`].
@@ -90,7 +90,7 @@ impl<F: Fn(&Event) + Send + Sync> Observer for F {
 /// What is told only if somebody wants it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Wants {
-    /// Notes and warnings. If nobody wants them, they go to stderr.
+    /// Notes and warnings. The engine writes them to stderr if nobody wants them.
     pub messages: bool,
     /// [`Event::Metrics`], for which all ranks reduce their numbers.
     pub metrics: bool,

@@ -28,9 +28,11 @@ use crate::runtime::Deadline;
 /// Returns the path of a process's file: `a.json` of a single process, `a.0.json` and so on of several. A device, such as
 /// `/dev/null`, and the process's own `/dev/stdout` are the same for all.
 pub fn process_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
-    let place = Place::of(path);
-    let is_one = count == 1 || place.is_device() || place.is_of_this_process();
-    if is_one || path.file_name().is_none() {
+    let is_shared = || {
+        let place = Place::of(path);
+        place.is_device() || place.is_of_this_process()
+    };
+    if count == 1 || path.file_name().is_none() || is_shared() {
         return path.into();
     }
     let extension = path.extension().map(|extension| format!(".{}", extension.to_string_lossy()));

@@ -4,9 +4,9 @@
 //!
 //! 1. A rank's thread reports its error to [`RunContext::report`], which records a [`Failure`].
 //! 2. `launch::heartbeat_monitor` sends the first one to the other processes, which record it as theirs.
-//! 3. `launch::spawn` adds the devices ([`RankFailure`]) and returns all as `SpawnError`.
+//! 3. `launch::spawn` adds the devices ([`RankFailure`]), tells the observers the first, and returns all as `SpawnError`.
 //! 4. `session` finishes the views with it. For a parent process it leaves it in the parent's store.
-//! 5. `app` prints it, or that of the parent process.
+//! 5. `app` prints it. In a process that another one has started, the parent prints it instead.
 //!
 //! [`RunContext::report`]: super::RunContext::report
 

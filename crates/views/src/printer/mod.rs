@@ -393,7 +393,7 @@ impl Observer for Printer {
         Wants { messages: true, metrics: self.shows_bar(), ..Wants::default() }
     }
 
-    /// Prints all but a failure: whoever has started the ranks prints it, when all of their lines have been printed.
+    /// Prints every event but a failure. Whoever has started the ranks prints that, after all of their lines.
     fn event(&self, event: &Event) -> anyhow::Result<()> {
         if matches!(event, Event::Failure { .. }) {
             return Ok(());

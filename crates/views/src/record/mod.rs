@@ -40,7 +40,7 @@ impl Record {
     /// Opens the file at `path`, and creates its folder if needed.
     ///
     /// # Errors
-    /// If the file cannot be opened, and those of [`check`](Self::check).
+    /// If the file cannot be opened; also the errors of [`check`](Self::check).
     pub fn open(path: &Path, continues: bool) -> io::Result<Self> {
         let check = |before: Option<&LinesBefore>| check(before, continues);
         let (lines, ()) = JsonLines::open(format!("--record {}", path.shown()), path, check)?;
@@ -53,7 +53,7 @@ impl Record {
     }
 }
 
-/// Refuses lines that are no record, and those of a run that is not continued.
+/// Refuses lines that are not a record, and a record that this run does not continue.
 fn check(before: Option<&LinesBefore>, continues: bool) -> io::Result<()> {
     match before {
         Some(before) if !before.first.starts_with(BEGINS) => {

@@ -194,9 +194,8 @@ const MIN_STRAGGLER_SECONDS: f64 = 0.05;
 /// Returns the conclusions from the times of a run. There are none without an `end`, and of a run that has failed for
 /// another reason than its replicas.
 fn verdict(end: Option<&End>, outcome: &Outcome, curves: &Curves, facts: &ReportFacts) -> Value {
-    let has_failed = |end: &&End| outcome.kind == RunState::Failed && end.replicas_equal;
-    let end = end.filter(|end| !has_failed(end));
-    let Some(end) = end else {
+    let is_conclusive = |end: &&End| outcome.kind != RunState::Failed || !end.replicas_equal;
+    let Some(end) = end.filter(is_conclusive) else {
         return json!({
             "outside_collectives": null,
             "overlapped": null,

@@ -71,7 +71,7 @@ impl Curves {
 
     /// Returns the mean loss of the first quarter of the steps, and of the last. `None` with fewer than four points.
     pub(crate) fn losses(&self) -> Option<[f64; 2]> {
-        let [first, .., last] = &self.train[..] else { return None };
+        let [first, _, _, .., last] = &self.train[..] else { return None };
         let quarter = last.step.saturating_sub(first.step) / 4;
         let from_first = self.train.partition_point(|point| point.step <= first.step + quarter);
         let before_last =
@@ -79,8 +79,7 @@ impl Curves {
         let mean = |points: &[TrainMetrics]| {
             points.iter().map(|point| point.loss).sum::<f64>() / points.len() as f64
         };
-        let ends = [&self.train[..from_first], &self.train[before_last..]];
-        (self.train.len() >= 4).then(|| ends.map(mean))
+        Some([&self.train[..from_first], &self.train[before_last..]].map(mean))
     }
 }
 

@@ -46,7 +46,7 @@ impl TensorBoard {
     /// `continues` an earlier one.
     ///
     /// # Errors
-    /// When the folder or the file cannot be created, and those of [`check`](Self::check).
+    /// When the folder or the file cannot be created; also the error of [`check`](Self::check).
     pub fn create(folder: &Path, continues: bool) -> io::Result<Self> {
         Self::check(folder)?;
         let name = format!("--tensorboard {}", folder.shown());
