@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # crate.sh PROGRAM TARGET  packs the crates, and tries what is in them from the projects that PROGRAM writes
 #
-# The projects and the crates are built in the target folder TARGET, whose dependencies are those of the clone. So only
-# these crates are built again, once.
+# The projects and the crates are built in the target folder TARGET, with the profile of the clone, whose dependencies are
+# there. So only these crates are built again, once.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 program=$(realpath "$1")
@@ -22,6 +22,8 @@ for packed in "$CARGO_TARGET_DIR"/package/ddp-mp*.crate; do
     echo "crate: $packed has $bytes bytes"
     tar -xzf "$packed" -C "$folder"
 done
+sed -n '/^\[profile/,/^$/p' Cargo.toml >"$folder/profile.toml"
+cargo=(cargo --offline --config "$folder/profile.toml")
 version=$(cargo pkgid --package ddp-mp | sed 's/.*[#@]//')
 crate=$folder/ddp-mp-$version
 
@@ -37,15 +39,15 @@ new_project() {
     done
     cd "$folder/$name"
     cargo fmt --check
-    cargo build --release --offline
-    cargo test --release --offline
+    "${cargo[@]}" build --release
+    "${cargo[@]}" test --release
 }
 # Nothing of this shell's environment: the program finds libtorch by itself.
 run() { env -i "$CARGO_TARGET_DIR/release/$@"; }
 
 new_project my-run
 # The crate's own program as well, which has the same library.
-cargo build --release --offline --package ddp-mp --bins
+"${cargo[@]}" build --release --package ddp-mp --bins
 output=$(run my-run --nproc-per-node=2 2>&1)
 echo "$output"
 echo "$output" | awk '/^ddp-mp: epoch / { if (first == "") first = $NF; last = $NF } END { exit !(last < first / 2) }' ||

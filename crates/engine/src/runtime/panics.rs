@@ -1,6 +1,7 @@
 //! Panics of ranks: their messages go to the failure report, not directly to the terminal.
 
 use std::any::Any;
+use std::backtrace::Backtrace;
 use std::cell::{Cell, RefCell};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Once;
@@ -81,30 +82,40 @@ fn is_foreign_function(function: &str) -> bool {
         || of_all_types.iter().any(|prefix| function.starts_with(prefix))
 }
 
-/// Returns where the program called the function that panics: file and line if the binary has them, else the function.
-/// `None` outside of the program's own code.
+/// Returns where the program called the function that panics: file, line and column if the binary has them, else the
+/// function. `None` outside of the program's own code.
 fn caller() -> Option<String> {
+    caller_in(&Backtrace::force_capture().to_string())
+}
+
+/// Finds [`caller`] in the text of a backtrace. Each function has a line, and a second one if its place is known. A function
+/// that was inlined has no index:
+///
+/// ```text
+///    4: tch::wrappers::tensor::Tensor::matmul
+///       my_run::net
+///              at ./src/main.rs:9:13
+/// ```
+fn caller_in(backtrace: &str) -> Option<String> {
     let mut has_panicked = false; // the frames of the hook come before
-    let mut has_left_closure = false;
-    let mut location = None;
-    backtrace::trace(|frame| {
-        backtrace::resolve_frame(frame, |symbol| {
-            let function = symbol.name().map_or(String::new(), |name| format!("{name:#}"));
-            let file = symbol.filename().map(|file| file.to_string_lossy().into_owned());
-            has_left_closure |= function.starts_with(IN_CLOSURE);
-            let is_foreign =
-                is_foreign_function(&function) || file.as_deref().is_some_and(is_foreign_file);
-            if has_panicked && !has_left_closure && !is_foreign {
-                location.get_or_insert_with(|| match (file, symbol.lineno()) {
-                    (Some(file), Some(line)) => format!(" at {file}:{line}"),
-                    _ => format!(" in {function}"),
-                });
-            }
-            has_panicked |= function.starts_with("std::panicking::");
-        });
-        location.is_none() && !has_left_closure
-    });
-    location
+    let mut lines = backtrace.lines().map(str::trim_start).peekable();
+    while let Some(line) = lines.next() {
+        let function =
+            line.trim_start_matches(|c: char| c.is_ascii_digit()).trim_start_matches(": ");
+        let place = lines.next_if(|next| next.starts_with("at "));
+        if function.starts_with(IN_CLOSURE) {
+            return None;
+        }
+        let file = place.and_then(|place| place.trim_start_matches("at ").rsplitn(3, ':').last());
+        let is_foreign = is_foreign_function(function) || file.is_some_and(is_foreign_file);
+        if has_panicked && !is_foreign {
+            return Some(
+                place.map_or_else(|| format!(" in {function}"), |place| format!(" {place}")),
+            );
+        }
+        has_panicked |= function.starts_with("std::panicking::");
+    }
+    None
 }
 
 /// Installs the hook and makes it store this thread's panic messages, for [`error`].
@@ -194,6 +205,32 @@ mod tests {
         }
         assert!(!is_foreign_function("my_run::model::net"));
         assert!(!is_foreign_function("<my_run::Net as tch::nn::module::Module>::forward"));
+    }
+
+    #[test]
+    fn the_caller_is_the_first_function_of_the_program_after_the_panic() {
+        let trace = "   0: my_run::hook
+   1: std::panicking::panic_with_hook
+             at /rustc/59807616e1fa/library/std/src/panicking.rs:833:13
+   2: core::result::unwrap_failed
+   3: tch::wrappers::tensor::Tensor::matmul
+             at /home/user/.cargo/registry/src/index/tch-0.26.0/src/wrappers/tensor.rs:7:1
+      my_run::model::net
+             at ./src/model.rs:9:13
+   4: my_run::main
+             at ./src/main.rs:20:5
+";
+        assert_eq!(caller_in(trace).as_deref(), Some(" at ./src/model.rs:9:13"));
+        let without_places =
+            trace.lines().filter(|line| !line.contains(" at ")).collect::<Vec<_>>();
+        assert_eq!(
+            caller_in(&without_places.join("\n")).as_deref(),
+            Some(" in my_run::model::net")
+        );
+        let in_closure =
+            trace.replace("my_run::model::net", &format!("{IN_CLOSURE}::{{{{closure}}}}"));
+        assert_eq!(caller_in(&in_closure), None);
+        assert_eq!(caller_in(""), None);
     }
 
     #[test]
