@@ -60,7 +60,7 @@ test-all: build ## run every case of all tests
 FAST_TESTS = c10d callbacks collectives data engine functional gradients groups messages mutated optim outputs parity parity_gpt properties source_pages tidy
 
 test-fast: cargo libtorch ## run the unit tests, and the tests that do not start the program: under a minute once built
-	python3 -B tests/run.py $(addsuffix ::,$(FAST_TESTS))
+	python3 -B tests/run.py --fast $(addsuffix ::,$(FAST_TESTS))
 
 # The oldest pair in the range of Cargo.toml.
 OLDEST_TCH = 0.24.0

@@ -1,14 +1,16 @@
 """Builds and runs the tests, and prints the ten that took longest.
 
-run.py [--all] [FILTER ...]: Runs all unit tests, and the integration tests whose names contain a FILTER. Without a
-FILTER it runs all integration tests and the documentation's examples. --all runs every case of the tests that have
-many, and those of processes also over TCP.
+run.py [--all | --fast] [FILTER ...]: Runs all unit tests, and the integration tests whose names contain a FILTER. Without
+a FILTER it runs all integration tests and the documentation's examples. --all runs every case of the tests that have
+many, and those of processes also over TCP. --fast compiles without optimization and incrementally, for integration tests
+that do not start the program.
 """
 
 import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +19,8 @@ CRATES = ["ddp-mp-engine", "ddp-mp-views", "ddp-mp"]
 # Of all crates at once: of one alone cargo would build the dependencies again, with other features. Unit tests compile in a
 # third of the time without optimization.
 UNIT_TESTS = ["--lib", *(f"--config=profile.release.package.{crate}.opt-level=0" for crate in CRATES)]
+# Compiles each function that has changed, and no other.
+FAST = [*UNIT_TESTS, "--test=tests", "--config=profile.release.package.ddp-mp-engine.codegen-units=256"]
 INTEGRATION_TESTS = ["--package=ddp-mp-tests", "--test=tests"]
 # Most tests wait, for a time-out or for a process.
 THREADS = 4 * len(os.sched_getaffinity(0))
@@ -64,8 +68,11 @@ class Tests:
 
 
 def start(targets, filters, environment):
-    """Builds the test programs of cargo's `targets` and starts them."""
-    return [Tests(program, folder, filters, environment) for program, folder in build(targets)]
+    """Builds the test programs of cargo's `targets` and starts them; `filters` are for the integration tests."""
+    return [
+        Tests(program, folder, filters if os.path.basename(folder) == "tests" else [], environment)
+        for program, folder in build(targets)
+    ]
 
 
 def says_why(test):
@@ -81,18 +88,26 @@ def says_why(test):
 
 def main():
     arguments = argparse.ArgumentParser()
-    arguments.add_argument("--all", action="store_true")
+    kinds = arguments.add_mutually_exclusive_group()
+    kinds.add_argument("--all", action="store_true")
+    kinds.add_argument("--fast", action="store_true")
     arguments.add_argument("filters", nargs="*", metavar="FILTER")
     arguments = arguments.parse_args()
     # libtorch looks up the name of each client of a store. A lost query would cost 5 s.
     environment = dict(os.environ, RES_OPTIONS="timeout:1 attempts:1")
     if arguments.all:
         environment["DDP_MP_TESTS"] = "all"
-    # The integration tests run while the unit tests are compiled.
-    integration = start(INTEGRATION_TESTS, arguments.filters, environment)
+    # A shell that starts this in the background lets it ignore SIGINT, which some tests send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Frames are larger without optimization.
     large_stack = dict(environment, RUST_MIN_STACK=str(16 << 20))
-    all_tests = [*integration, *start(UNIT_TESTS, [], large_stack)]
+    if arguments.fast:
+        os.environ["CARGO_INCREMENTAL"] = "1"
+        all_tests = start(FAST, arguments.filters, large_stack)
+    else:
+        # The integration tests run while the unit tests are compiled.
+        integration = start(INTEGRATION_TESTS, arguments.filters, environment)
+        all_tests = [*integration, *start(UNIT_TESTS, [], large_stack)]
     passed = [tests.end() for tests in all_tests]
     if arguments.all and not arguments.filters:
         print("The tests of processes once more, over TCP:", flush=True)

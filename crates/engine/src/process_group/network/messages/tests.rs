@@ -3,11 +3,12 @@
 #![allow(clippy::disallowed_methods)] // threads that wait for one rank are no ranks
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crossbeam::channel::{RecvTimeoutError, bounded};
+use rustix::net::{self, AddressFamily, SocketType};
 use tch::{Device, Kind, Tensor};
 
 use super::super::lost;
@@ -193,9 +194,13 @@ fn panic_of_a_thread_fails_the_run() {
 #[test]
 fn sender_that_cannot_be_reached_is_lost() {
     let store = store();
-    let (played, mine) = (Played::new(&store, 0), one_of(2, &store, 1, TIMEOUT));
-    // Nothing listens there any more.
-    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    // It tries to connect until then.
+    let limit = Duration::from_secs(3);
+    let (played, mine) = (Played::new(&store, 0), one_of(2, &store, 1, limit));
+    // The port is taken, and nothing listens there.
+    let taken = net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    net::bind(&taken, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = SocketAddr::try_from(net::getsockname(&taken).unwrap()).unwrap();
     store.set(&key(0), format!("{address} 0").as_bytes()).unwrap();
     let posted = mine.receive(&large(), Some(0), 5);
     let mut stream = played.connect(&mine);
