@@ -194,9 +194,9 @@ fn panic_of_a_thread_fails_the_run() {
 #[test]
 fn sender_that_cannot_be_reached_is_lost() {
     let store = store();
-    // It tries to connect until then.
-    let limit = Duration::from_secs(3);
-    let (played, mine) = (Played::new(&store, 0), one_of(2, &store, 1, limit));
+    // What has connected may still send something, until then.
+    let grace = Duration::from_secs(3);
+    let (played, mine) = (Played::new(&store, 0), one_of(2, &store, 1, grace));
     // The port is taken, and nothing listens there.
     let taken = net::socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
     net::bind(&taken, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0)).unwrap();

@@ -222,7 +222,7 @@ impl Connections {
         let (run, peer) = (&self.run, self.peers[process].lock());
         let overdue = peer.unwritten().find(|it| run.is_overdue(it.rank));
         let overdue = overdue.map(|it| (it.rank, it.at));
-        let grace = if peer.reader.is_some() { SILENT_GRACE } else { GRACE };
+        let grace = if peer.reader.is_some() { SILENT_GRACE.min(run.timeout) } else { GRACE };
         let left = peer.unreachable.clone().filter(|(since, _)| since.elapsed() >= grace);
         drop(peer);
         if let Some((rank, at)) = overdue {
