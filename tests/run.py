@@ -3,7 +3,7 @@
 run.py [--all | --fast] [FILTER ...]: Runs all unit tests, and the integration tests whose names contain a FILTER. Without
 a FILTER it runs all integration tests and the documentation's examples. --all runs every case of the tests that have
 many, and those of processes also over TCP. --fast compiles without optimization and incrementally, for integration tests
-that do not start the program.
+that do not start the program, and runs no unit tests again that have passed since they were built.
 """
 
 import argparse
@@ -24,6 +24,8 @@ FAST = [*UNIT_TESTS, "--test=tests", "--config=profile.release.package.ddp-mp-en
 INTEGRATION_TESTS = ["--package=ddp-mp-tests", "--test=tests"]
 # Most tests wait, for a time-out or for a process.
 THREADS = 4 * len(os.sched_getaffinity(0))
+# A file beside a program whose tests have passed ends with this.
+PASSED = ".passed"
 # Longer tests have a line that begins with this, and says why.
 LONG_SECONDS, REASON = 5, "/// Long: "
 
@@ -43,6 +45,7 @@ class Tests:
     """A test program that runs, whose output is printed as it comes."""
 
     def __init__(self, program, folder, filters, environment):
+        self.stamp = program + PASSED
         # Only unstable options print how long a test took.
         options = ["-Zunstable-options", "--report-time", f"--test-threads={THREADS}"]
         if "DDP_MP_TESTS" in environment:
@@ -64,15 +67,27 @@ class Tests:
     def end(self):
         """Waits for the end, and returns whether all tests passed."""
         self.reader.join()
-        return self.process.wait() == 0
+        if self.process.wait() != 0:
+            return False
+        with open(self.stamp, "w", encoding="utf-8"):
+            return True
 
 
-def start(targets, filters, environment):
-    """Builds the test programs of cargo's `targets` and starts them; `filters` are for the integration tests."""
-    return [
-        Tests(program, folder, filters if os.path.basename(folder) == "tests" else [], environment)
-        for program, folder in build(targets)
-    ]
+def start(targets, filters, environment, fast=False):
+    """Builds the test programs of cargo's `targets` and starts them; `filters` are for the integration tests. `fast` leaves
+    out unit tests that have passed since they were built."""
+    started = []
+    for program, folder in build(targets):
+        is_integration = os.path.basename(folder) == "tests"
+        if is_integration or not (fast and has_passed(program)):
+            started.append(Tests(program, folder, filters if is_integration else [], environment))
+    return started
+
+
+def has_passed(program):
+    """Returns whether a test program has passed since it was built."""
+    stamp = program + PASSED
+    return os.path.exists(stamp) and os.path.getmtime(stamp) > os.path.getmtime(program)
 
 
 def says_why(test):
@@ -103,7 +118,7 @@ def main():
     large_stack = dict(environment, RUST_MIN_STACK=str(16 << 20))
     if arguments.fast:
         os.environ["CARGO_INCREMENTAL"] = "1"
-        all_tests = start(FAST, arguments.filters, large_stack)
+        all_tests = start(FAST, arguments.filters, large_stack, fast=True)
     else:
         # The integration tests run while the unit tests are compiled.
         integration = start(INTEGRATION_TESTS, arguments.filters, environment)
