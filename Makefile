@@ -59,7 +59,7 @@ test-all: build ## run every case of all tests
 # The modules of tests/ whose ranks are threads of the test program.
 FAST_TESTS = c10d callbacks collectives data engine functional gradients groups messages optim outputs parity properties source_pages tidy
 
-test-fast: cargo libtorch ## run the unit tests, and the tests that do not start the program: under a minute once built
+test-fast: cargo libtorch ## run the unit tests, and the tests that do not start the program: under a minute after a change
 	python3 -B tests/run.py --fast $(addsuffix ::,$(FAST_TESTS))
 
 # The oldest pair in the range of Cargo.toml.
