@@ -5,6 +5,7 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::Stdio;
+use std::sync::LazyLock;
 
 use serde_json::Value;
 use wait_timeout::ChildExt;
@@ -19,9 +20,8 @@ const WAYS: [&str; 2] = ["--spawn=threads", "--spawn=processes"];
 
 const RUN: [&str; 4] = ["--nproc-per-node=2", "--model=mlp", "--momentum=0.9", "--max-epochs=2"];
 
-fn hash_undisturbed() -> Value {
-    run_end(&RUN)["parameters_hash"].clone()
-}
+/// The hash of an undisturbed run.
+static WHOLE: LazyLock<Value> = LazyLock::new(|| run_end(&RUN)["parameters_hash"].clone());
 
 fn restarts(event: &Value) -> Vec<&str> {
     let restarts = event["restarts"].as_array().map(|it| it.iter().filter_map(Value::as_str));
@@ -39,8 +39,7 @@ fn saved_whole(folder: &Path) -> bool {
 /// Long: it waits for a time-out.
 #[test]
 fn restart_after_any_failure_ends_with_the_same_bits() {
-    let whole = hash_undisturbed();
-    let kinds = ["error", "panic", "kill", "stall"];
+    let kinds = ["error", "kill", "panic", "stall"];
     let all = kinds.iter().flat_map(|kind| WAYS.map(|spawn| (*kind, spawn)));
     in_parallel(&some_of(all, 3), |&(kind, spawn)| {
         let folder = tempfile::tempdir().unwrap();
@@ -53,7 +52,7 @@ fn restart_after_any_failure_ends_with_the_same_bits() {
         let what = format!("{spawn} {kind}: {stderr}");
         assert_eq!(code, Some(0), "{what}");
         let end = events.last().unwrap();
-        assert_eq!(end["parameters_hash"], whole, "{what}");
+        assert_eq!(end["parameters_hash"], *WHOLE, "{what}");
         assert_eq!(end["steps"], 128, "{what}");
         let [reason] = restarts(end)[..] else { panic!("{end}") };
         let named = match (kind, spawn) {
@@ -75,51 +74,48 @@ fn restart_after_any_failure_ends_with_the_same_bits() {
 
 #[test]
 fn restart_without_checkpoints_starts_from_the_beginning() {
-    let whole = hash_undisturbed();
-    for at in ["rendezvous", "step,step=40"] {
-        let fault = format!("--inject-fault=error:rank=0,at={at}");
-        let (code, all, stderr) = events(&[&RUN[..], &["--max-restarts=1", &fault]].concat());
-        assert_eq!(code, Some(0), "{stderr}");
-        assert_eq!(all.last().unwrap()["parameters_hash"], whole);
-        let told =
-            "restart 1 of 1, from the beginning, because nothing is saved without --checkpoint-dir";
-        assert!(stderr.contains(told), "{stderr}");
-    }
+    let more = ["--max-restarts=1", "--inject-fault=error:rank=0,at=step,step=40"];
+    let (code, all, stderr) = events(&[&RUN[..], &more].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    assert_eq!(all.last().unwrap()["parameters_hash"], *WHOLE);
+    let told =
+        "restart 1 of 1, from the beginning, because nothing is saved without --checkpoint-dir";
+    assert!(stderr.contains(told), "{stderr}");
     // With a folder in which nothing was saved yet.
     let folder = tempfile::tempdir().unwrap();
     let save = format!("--checkpoint-dir={}", folder.path().join("run").display());
     let more = ["--max-restarts=1", "--inject-fault=kill:rank=0,at=step,step=3", &save];
     let (code, all, stderr) = events(&[&RUN[..], &more].concat());
     assert_eq!(code, Some(0), "{stderr}");
-    assert_eq!(all.last().unwrap()["parameters_hash"], whole);
+    assert_eq!(all.last().unwrap()["parameters_hash"], *WHOLE);
     assert!(stderr.contains("/run yet: starting from the beginning"), "{stderr}");
 }
 
 #[test]
 fn failure_after_the_last_restart_lists_all_reasons_and_that_they_repeat() {
     for spawn in WAYS {
-        let more = ["--lr=1e30", "--max-restarts=3", spawn];
+        let more = ["--lr=1e30", "--max-restarts=2", spawn];
         let (code, all, stderr) = events(&[&RUN[..], &more].concat());
         assert_eq!(code, Some(1), "{stderr}");
         let failures: Vec<&Value> = all.iter().filter(|it| it["event"] == "failure").collect();
         let [failure] = failures[..] else { panic!("{all:?}") };
         let restarts = restarts(failure);
-        assert_eq!(restarts.len(), 3, "{stderr}");
+        assert_eq!(restarts.len(), 2, "{stderr}");
         for (number, reason) in (1..).zip(restarts) {
             assert!(reason.contains("use a smaller --lr"), "{reason}");
             let told = format!("  restart {number} was needed: {reason}");
             assert!(stderr.lines().any(|line| line == told), "{stderr}");
-            assert!(stderr.contains(&format!("restart {number} of 3, from")), "{stderr}");
+            assert!(stderr.contains(&format!("restart {number} of 2, from")), "{stderr}");
         }
-        assert!(!stderr.contains("restart 4"), "{stderr}");
+        assert!(!stderr.contains("restart 3"), "{stderr}");
         // They fail at one step, which is reported, too.
-        let of_restarts: Vec<&str> = stderr.lines().filter(|it| it.contains(" of 3, ")).collect();
+        let of_restarts: Vec<&str> = stderr.lines().filter(|it| it.contains(" of 2, ")).collect();
         let again = " failed again in step #1: without a change this start will probably also fail";
         let are_told: Vec<bool> = of_restarts.iter().map(|line| line.contains(again)).collect();
-        assert_eq!(are_told, [false, true, true], "{stderr}");
-        let told = " failed again in step #1: 4 failures in a row, with no progress between them";
+        assert_eq!(are_told, [false, true], "{stderr}");
+        let told = " failed again in step #1: 3 failures in a row, with no progress between them";
         assert_eq!(stderr.lines().filter(|it| it.ends_with(told)).count(), 1, "{stderr}");
-        assert_eq!(all.last().unwrap()["repeated"], 4, "{stderr}");
+        assert_eq!(all.last().unwrap()["repeated"], 3, "{stderr}");
     }
 }
 
@@ -148,15 +144,15 @@ fn killed_in_each_start(spawn: &str, restarts: usize) -> (Option<i32>, Vec<Value
 #[test]
 fn kill_after_the_last_restart_is_a_failure_event() {
     for spawn in WAYS {
-        let (code, events, stderr) = killed_in_each_start(spawn, 2);
+        let (code, events, stderr) = killed_in_each_start(spawn, 1);
         assert_eq!(code, Some(1), "{stderr}");
         let starts = events.iter().filter(|it| it["event"] == "start");
         let starts: Vec<&Value> = starts.map(|it| &it["restart"]).collect();
-        assert_eq!(starts, [&Value::Null, &1.into(), &2.into()], "{stderr}");
+        assert_eq!(starts, [&Value::Null, &1.into()], "{stderr}");
         let failure = events.last().unwrap();
         assert_eq!(failure["event"], "failure", "{stderr}");
         assert!(failure["error"].as_str().unwrap().contains(" was killed by SIGKILL"), "{failure}");
-        assert_eq!(restarts(failure).len(), 2, "{failure}");
+        assert_eq!(restarts(failure).len(), 1, "{failure}");
         let known = spawn == "--spawn=processes";
         for key in ["rank", "device", "operation", "sequence"] {
             assert_eq!(!failure.get(key).unwrap().is_null(), known, "{failure}");
@@ -237,15 +233,15 @@ fn max_restarts_under_a_launcher_is_refused() {
 
 #[test]
 fn signal_stops_the_run_without_a_restart() {
-    for spawn in WAYS {
-        for (signal, code) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
-            let (child, stdout) = long_run(&["--nproc-per-node=2", "--max-restarts=3", spawn]);
-            send(signal, child.id());
-            let text = rest(stdout);
-            assert_eq!(end(child).0, Some(code), "{spawn} {signal}");
-            assert_eq!(last_event(&text)["stopped"], format!("SIG{signal}"), "{text}");
-            assert!(!text.contains("\"start\""), "{text}");
-        }
+    let signals = [("INT", 130), ("TERM", 143), ("HUP", 129)];
+    let all = WAYS.iter().flat_map(|spawn| signals.map(|signal| (*spawn, signal)));
+    for (spawn, (signal, code)) in some_of(all, 3) {
+        let (child, stdout) = long_run(&["--nproc-per-node=2", "--max-restarts=3", spawn]);
+        send(signal, child.id());
+        let text = rest(stdout);
+        assert_eq!(end(child).0, Some(code), "{spawn} {signal}");
+        assert_eq!(last_event(&text)["stopped"], format!("SIG{signal}"), "{text}");
+        assert!(!text.contains("\"start\""), "{text}");
     }
 }
 
@@ -279,7 +275,7 @@ fn signals_that_were_ignored_at_the_start_stay_ignored() {
 fn failure_while_stopping_is_not_restarted() {
     let stall = "--inject-fault=stall:rank=1,at=step,step=0";
     let (child, stdout) =
-        long_run(&["--nproc-per-node=2", "--max-restarts=3", "--timeout=1s", stall]);
+        long_run(&["--nproc-per-node=2", "--max-restarts=3", "--timeout=5s", stall]);
     send("TERM", child.id());
     let text = rest(stdout);
     assert_eq!(end(child).0, Some(1));
@@ -303,22 +299,18 @@ fn output_files_hold_the_last_start() {
     let more = [
         "--max-restarts=1",
         "--inject-fault=error:rank=1,at=step,step=100",
-        "--log-every=5",
+        "--log-every=4",
         "--save-every=20",
     ];
     let (code, _, stderr) = events(&[&RUN[..], &more, &files].concat());
     assert_eq!(code, Some(0), "{stderr}");
-    let undisturbed = flag("--metrics", "undisturbed.jsonl");
-    run_end(&[&RUN[..], &["--log-every=5", &undisturbed]].concat());
     // The rows of each start have its number.
-    let rows = |name: &str| -> Vec<(u64, u64)> {
-        let text = fs::read_to_string(at(name)).unwrap();
-        let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-        rows.map(|it| (it["run"].as_u64().unwrap(), it["step"].as_u64().unwrap())).collect()
-    };
-    let steps = |name: &str| -> BTreeSet<u64> { rows(name).iter().map(|row| row.1).collect() };
-    assert_eq!(steps("metrics.jsonl"), steps("undisturbed.jsonl"), "{stderr}");
-    let rows = rows("metrics.jsonl");
+    let text = fs::read_to_string(at("metrics.jsonl")).unwrap();
+    let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let rows: Vec<(u64, u64)> =
+        rows.map(|it| (it["run"].as_u64().unwrap(), it["step"].as_u64().unwrap())).collect();
+    let steps: BTreeSet<u64> = rows.iter().map(|row| row.1).collect();
+    assert_eq!(steps, (4..=128).step_by(4).collect(), "{stderr}");
     assert!(rows.is_sorted() && rows[0].0 == 1 && rows[rows.len() - 1] == (2, 128), "{rows:?}");
     let trace: Value =
         serde_json::from_str(&fs::read_to_string(at("trace.json")).unwrap()).unwrap();
