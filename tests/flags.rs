@@ -8,11 +8,11 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use clap::{Arg, Command};
-use ddp_mp::App;
 use ddp_mp::config::{Advice, all_advice};
 
 use crate::harness::{
-    in_parallel, program, program_in, repository, run_command, run_command_to, some_of, words,
+    ddp_mp_app, in_parallel, program, program_in, repository, run_command, run_command_to, said,
+    some_of, words,
 };
 use crate::mutated::{Chance, TEXTS, inputs};
 
@@ -34,11 +34,6 @@ enum Takes {
     File,
     /// Any text.
     Text,
-}
-
-/// The program as its `main` makes it.
-fn ddp_mp_app() -> App {
-    App::new("ddp-mp", env!("CARGO_PKG_VERSION")).course()
 }
 
 fn takes(argument: &Arg) -> Option<Takes> {
@@ -186,16 +181,6 @@ fn cases(of: fn(Takes) -> &'static [&'static str]) -> Vec<Case> {
     }
     assert!(cases.len() > 100);
     cases
-}
-
-/// What is said before anything is run: an error, unless the flags are accepted.
-fn said(args: impl IntoIterator<Item = OsString>) -> Option<String> {
-    let args = ["ddp-mp".into()].into_iter().chain(args);
-    match ddp_mp_app().config_of(args) {
-        Ok(_) => None,
-        Err(ddp_mp::Error::Input { problem: text, .. }) => Some(text),
-        Err(other) => panic!("no wrong input: {other}"),
-    }
 }
 
 #[test]

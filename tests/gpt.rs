@@ -1,5 +1,6 @@
 //! A gpt on a text: its samples, its options, and what is measured of it.
 
+use std::ffi::OsString;
 use std::fs;
 use std::path::Path;
 
@@ -11,7 +12,7 @@ use serde_json::Value;
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{ranks, repository, run_end, run_events, run_refused, some_of, words};
+use crate::harness::{ranks, repository, run_end, run_events, run_refused, said, some_of, words};
 
 const VOCABULARY: i64 = TextDataset::VOCAB_SIZE;
 const BLOCK_SIZE: i64 = 16;
@@ -136,7 +137,7 @@ fn options_have_the_bits_that_they_promise() {
         }
     }
     // Two processes add as two threads do.
-    for options in ["--dropout=0.2", "--no-bias --amp=bf16 --comm-hook=fp16"] {
+    for options in some_of(["--dropout=0.2", "--no-bias --amp=bf16 --comm-hook=fp16"], 1) {
         let plain = &format!("--nproc-per-node=2 {options}");
         assert_eq!(outcome(&format!("{plain} --spawn=processes")), outcome(plain));
     }
@@ -278,11 +279,12 @@ fn texts_that_cannot_be_read_are_refused() {
         (&path("missing.txt"), "No such file"),
         (&path(""), "a directory"),
     ] {
-        let text = format!("--dataset=text:{file}");
-        let refused = run_refused(&["--model=gpt", "--block-size=16", &text]);
+        let refused = TextDataset::open(Path::new(file), 16).unwrap_err().to_string();
         assert_eq!(refused.lines().count(), 1, "{refused}");
         assert!(refused.contains(error) && refused.contains(file.as_str()), "{refused}");
     }
+    let refused = run_refused(&words(&format!("--model=gpt --dataset=text:{empty}")));
+    assert!(refused.contains("the file is empty") && refused.contains(&empty), "{refused}");
     // One context of bytes that are no text.
     let args = format!("--model=gpt --block-size=16 --dataset=text:{least} --max-epochs=1");
     let events = run_events(&words(&format!("{args} --nproc-per-node=1")));
@@ -311,7 +313,7 @@ fn options_that_do_not_fit_a_gpt_are_refused() {
         (&part("--num-samples"), "--num-samples=3 --val-fraction=0.1", "--val-fraction"),
     ] {
         let args: Vec<&str> = base.iter().copied().chain(args.split(' ')).collect();
-        let refused = run_refused(&args);
+        let refused = said(args.iter().map(OsString::from)).unwrap_or_else(|| run_refused(&args));
         let is_one_line = refused.lines().count() == 1;
         assert!(refused.contains(error) && is_one_line, "{args:?}: {refused}");
     }

@@ -1,6 +1,7 @@
 //! What the tests share: running ranks, running the program.
 
 use std::borrow::Borrow;
+use std::ffi::OsString;
 use std::fs;
 use std::io::Read;
 use std::net::TcpListener;
@@ -15,7 +16,9 @@ use std::time::Duration;
 
 use ddp_mp::ffi::fork_rng;
 use ddp_mp::launch::SharedMemory;
-use ddp_mp::{Backend, DdpOptions, DistributedDataParallel, ProcessGroup, Rank, Spawn, SpawnError};
+use ddp_mp::{
+    App, Backend, DdpOptions, DistributedDataParallel, ProcessGroup, Rank, Spawn, SpawnError,
+};
 use rustix::process::{Signal, set_parent_process_death_signal};
 use serde_json::Value;
 use tch::Tensor;
@@ -218,12 +221,29 @@ pub(crate) fn run_refused(args: &[&str]) -> String {
     stderr
 }
 
-/// Runs the program with each of these command lines, which it must refuse with this text.
+/// The program as its `main` makes it.
+pub(crate) fn ddp_mp_app() -> App {
+    App::new("ddp-mp", env!("CARGO_PKG_VERSION")).course()
+}
+
+/// What is said before anything is run: an error, unless the flags are accepted.
+pub(crate) fn said(args: impl IntoIterator<Item = OsString>) -> Option<String> {
+    let args = ["ddp-mp".into()].into_iter().chain(args);
+    match ddp_mp_app().config_of(args) {
+        Ok(_) => None,
+        Err(ddp_mp::Error::Input { problem: text, .. }) => Some(text),
+        Err(other) => panic!("no wrong input: {other}"),
+    }
+}
+
+/// Checks that each of these command lines is refused with this text. The program runs only where that is not found from
+/// the options alone.
 #[track_caller]
 pub(crate) fn run_all_refused(cases: &[(&str, &str)]) {
     for (line, reason) in cases {
-        let stderr = run_refused(&words(line));
-        assert!(stderr.contains(reason), "{line}: {stderr}");
+        let args = words(line);
+        let said = said(args.iter().map(OsString::from)).unwrap_or_else(|| run_refused(&args));
+        assert!(said.contains(reason), "{line}: {said}");
     }
 }
 
