@@ -11,7 +11,7 @@ fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str) + Sync) {
         "stall" => ["--timeout=4s", "--grace-period=500ms"],
         _ => ["--timeout=1h", "--grace-period=1h"],
     };
-    faults::everywhere(kind, 5, &times, |fault, failure, stderr| {
+    faults::everywhere(kind, 3, &times, |fault, failure, stderr| {
         assert_eq!(stderr.matches("failed").count(), 1, "no echoes: {stderr}");
         let cause = format!("ddp-mp: rank {0} (CPU:{0}) failed in ", failure["rank"]);
         assert!(stderr.contains(&cause), "{fault}: {stderr}");
