@@ -44,32 +44,28 @@ fn saved(folder: &Path) -> [Vec<u8>; 2] {
 /// A checkpoint contains the whole state. A run resumes from it in this layout or with replicas, on any number of ranks.
 #[test]
 fn checkpoint_of_any_layout_is_whole_and_resumes_anywhere() {
-    let rows = [
-        ("--zero", "--spawn=processes"),
-        ("--zero", "--spawn=threads"),
-        ("--share-model", "--spawn=threads"),
-        ("--share-model", "--comm-hook=bf16"),
-    ];
-    in_parallel(&rows, |&(layout, more)| {
-        let args = [MLP, &["--optimizer=adamw", "--max-epochs=3", more]].concat();
-        let train = |folder: &Path, ranks: &str, layout: &[&str], length: &str| {
-            let dir = format!("--checkpoint-dir={}", folder.display());
-            let run = [&args[..], &[&dir, ranks, length], layout].concat();
-            run_end(&run)["parameters_hash"].clone()
-        };
-        let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
-        let [whole, in_layout] = folders.each_ref().map(|folder| folder.path());
-        train(whole, "--nproc-per-node=2", &[], "--max-steps=9");
-        train(in_layout, "--nproc-per-node=2", &[layout], "--max-steps=9");
-        assert!(saved(in_layout) == saved(whole), "{layout} {more}");
+    let args = [MLP, &["--optimizer=adamw", "--max-epochs=3", "--comm-hook=bf16"]].concat();
+    let train = |folder: &Path, ranks: &str, layout: &[&str], length: &str| {
+        let dir = format!("--checkpoint-dir={}", folder.display());
+        let run = [&args[..], &[&dir, ranks, length], layout].concat();
+        run_end(&run)["parameters_hash"].clone()
+    };
+    let folder = tempfile::tempdir().unwrap();
+    train(folder.path(), "--nproc-per-node=2", &[], "--max-steps=9");
+    let whole = saved(folder.path());
+    let layouts: [&[&str]; 3] = [&["--zero", "--spawn=processes"], &["--zero"], &["--share-model"]];
+    in_parallel(&layouts, |layout| {
+        let folder = tempfile::tempdir().unwrap();
+        train(folder.path(), "--nproc-per-node=2", layout, "--max-steps=9");
+        assert!(saved(folder.path()) == whole, "{layout:?}");
         for ranks in some_of(["--nproc-per-node=2", "--nproc-per-node=3"], 1) {
-            let resumed = [&[layout][..], &[]].map(|layout| {
+            let resumed = [layout, &[][..]].map(|layout| {
                 let copy = tempfile::tempdir().unwrap();
-                let copied = Command::new("cp").arg("-rT").args([in_layout, copy.path()]).status();
-                assert!(copied.unwrap().success());
+                let paths = [folder.path(), copy.path()];
+                assert!(Command::new("cp").arg("-rT").args(paths).status().unwrap().success());
                 train(copy.path(), ranks, layout, "--resume=auto")
             });
-            assert_eq!(resumed[0], resumed[1], "{layout} {more} {ranks}");
+            assert_eq!(resumed[0], resumed[1], "{layout:?} {ranks}");
         }
     });
 }
