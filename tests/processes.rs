@@ -23,8 +23,8 @@ use tch::{Kind, Tensor};
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    TIMEOUT, as_torchrun, free_port, in_parallel, join, program, run, run_command, run_command_to,
-    run_end, run_to, send, shared_memory, some_of, without_launcher,
+    TIMEOUT, as_torchrun, free_port, in_parallel, join, output, program, run, run_command,
+    run_command_to, run_end, run_to, send, shared_memory, some_of, without_launcher,
 };
 use crate::shared::surface::{self, Surface};
 use crate::shared::{functional, groups, kinds, scene};
@@ -193,15 +193,15 @@ fn from_env_joins_under_every_launcher() {
         };
         let mut expected: Vec<String> = places.iter().enumerate().map(line).collect();
         expected.sort();
-        assert_eq!(from_env("", both(of_each)), expected);
+        let twice = launcher == "torchrun";
+        let mut lines = from_env(if twice { "twice" } else { "" }, both(of_each));
+        if twice {
+            // The processes have met for one run.
+            let mut again = lines.drain(..2);
+            assert!(again.all(|it| it.contains("again|") && it.contains("for one run")));
+        }
+        assert_eq!(lines, expected);
     }
-    // The processes have met for one run.
-    let twice = from_env("twice", both(torchrun));
-    assert!(
-        twice[..2].iter().all(|line| line.contains("again|") && line.contains("for one run")),
-        "{twice:?}"
-    );
-    assert_eq!(twice.len(), 4, "{twice:?}");
     // Without a launcher a rank for each core, all in this process.
     let mut alone: Vec<String> = (0..cores)
         .map(|rank| format!("nothing|rank {rank} of {cores}, {rank} on node 0 of 1, threaded"))
@@ -275,8 +275,9 @@ fn collectives_of_processes_are_right() {
 
 #[test]
 fn subgroups_across_processes_reduce_over_their_members() {
-    scene("groups", &[2, 2]);
-    scene("groups", &[2, 1, 3]);
+    for ranks in some_of([&[2, 1, 3][..], &[2, 2]], 1) {
+        scene("groups", ranks);
+    }
 }
 
 fn mismatch(rank: &Rank, group: Rc<ProcessGroup>) {
@@ -298,7 +299,7 @@ fn mismatch(rank: &Rank, group: Rc<ProcessGroup>) {
 
 #[test]
 fn mismatched_calls_of_processes_are_reported() {
-    for ranks in [&[1, 1][..], &[2, 1], &[1, 1, 1]] {
+    for ranks in some_of([&[1, 1][..], &[1, 1, 1], &[2, 1]], 2) {
         for (code, stdout) in play("mismatch", ranks) {
             assert_eq!(code, Some(101), "{ranks:?}: {stdout}");
             assert!(stdout.contains("float32 [100001]"), "{ranks:?}: {stdout}");
@@ -350,8 +351,9 @@ fn late(rank: &Rank, group: Rc<ProcessGroup>) {
 
 #[test]
 fn store_process_stays_until_the_others_are_done() {
-    scene("late", &[1, 1]);
-    scene("late", &[1, 2]);
+    for ranks in some_of([&[1, 2][..], &[1, 1]], 1) {
+        scene("late", ranks);
+    }
 }
 
 /// A run of `args` in processes of so many ranks each.
@@ -457,19 +459,19 @@ pub(crate) fn failures(
 
 #[test]
 fn failure_on_any_process_is_reported_on_all() {
-    for stage in some_of(["rendezvous", "init", "broadcast", "step,step=9", "barrier"], 2) {
-        for (rank, process) in [(0, 0), (2, 1)] {
-            let fault = format!("--inject-fault=error:rank={rank},at={stage}");
-            let told = failures(&[&fault, "--grace-period=5s"], &[2, 2], |_| {});
-            for (number, (code, stderr)) in told.iter().enumerate() {
-                assert_eq!(*code, Some(1), "{fault}: {stderr}");
-                let place = if number == process { ")" } else { " on " };
-                let who = format!("rank {rank} (CPU:{rank}{place}");
-                assert!(stderr.contains(&who), "{fault}: {stderr}");
-                assert!(stderr.contains("injected by --inject-fault"), "{fault}: {stderr}");
-                // What follows from it is no failure of its own.
-                assert!(!stderr.contains("  then "), "{fault}: {stderr}");
-            }
+    let stages = ["rendezvous", "init", "broadcast", "step,step=9", "barrier"];
+    let all = stages.iter().flat_map(|stage| [(stage, 0, 0), (stage, 2, 1)]);
+    for (stage, rank, process) in some_of(all, 2) {
+        let fault = format!("--inject-fault=error:rank={rank},at={stage}");
+        let told = failures(&[&fault, "--grace-period=5s"], &[2, 2], |_| {});
+        for (number, (code, stderr)) in told.iter().enumerate() {
+            assert_eq!(*code, Some(1), "{fault}: {stderr}");
+            let place = if number == process { ")" } else { " on " };
+            let who = format!("rank {rank} (CPU:{rank}{place}");
+            assert!(stderr.contains(&who), "{fault}: {stderr}");
+            assert!(stderr.contains("injected by --inject-fault"), "{fault}: {stderr}");
+            // What follows from it is no failure of its own.
+            assert!(!stderr.contains("  then "), "{fault}: {stderr}");
         }
     }
 }
@@ -569,29 +571,26 @@ fn control_characters_of_other_processes_are_escaped() {
 /// Whoever reaches the store can write there.
 #[test]
 fn invalid_store_values_end_only_the_run() {
-    for (key, value) in [
-        ("failure", &b"\xff\xfe"[..]),
-        ("failure", br#"{"rank":2,"operation":"step","sequence":1,"error":"a lie"}"#),
-    ] {
+    // `src: launch::messages` refuses many more.
+    let values =
+        [&b"\xff\xfe"[..], br#"{"rank":2,"operation":"step","sequence":1,"error":"a lie"}"#];
+    for value in some_of(values, 1) {
         let (port, mut children) = start_at(&["--max-epochs=1000000"], &[1, 1]);
         wait_for_start(&mut children);
         let store = TcpStore::connect("127.0.0.1", port, TIMEOUT).unwrap();
         store.set("ddp-mp/none/0/alive/1", b"nothing that can be read").unwrap();
-        store.set(&format!("ddp-mp/none/0/{key}"), value).unwrap();
-        let told = format!("store key {key:?} holds an invalid message: ");
-        all_tell(children, 1, &[&told]);
+        store.set("ddp-mp/none/0/failure", value).unwrap();
+        all_tell(children, 1, &["store key \"failure\" holds an invalid message: "]);
     }
 }
 
 #[test]
 fn missing_process_is_named() {
-    let told = failures(&["--timeout=7s"], &[1, 1, 1], |children| children[1].kill().unwrap());
-    for number in [0, 2] {
-        let (code, stderr) = &told[number];
-        assert_eq!(*code, Some(1), "{stderr}");
-        assert!(stderr.contains("process 1 of 3 did not connect within "), "{stderr}");
-        assert!(stderr.contains("connected: 0 (on "), "{stderr}");
-    }
+    let waits = vec!["--timeout=10s", "--nproc-per-node=1"];
+    // The second one ends at once.
+    let (_, mut children) = start_each(&[waits.clone(), vec!["--version"], waits]);
+    assert!(output(children.remove(1)).status.success());
+    all_tell(children, 1, &["process 1 of 3 did not connect within ", "connected: 0 (on "]);
     let by_hand = ["--node-rank=0", "--master-addr=127.0.0.1"];
     let (code, _, stderr) = run(&[&by_hand[..], &["--nnodes=4000000000"]].concat());
     assert!(
@@ -668,7 +667,7 @@ fn server_that_is_no_store_is_named() {
 
 #[test]
 fn signal_ends_the_wait_for_other_processes() {
-    for (signal, code) in [("TERM", 143), ("INT", 130)] {
+    for (signal, code) in some_of([("TERM", 143), ("INT", 130)], 1) {
         // Somebody is there, who never answers.
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = format!("--master-port={}", listener.local_addr().unwrap().port());
@@ -768,20 +767,20 @@ fn failed_backward_leaves_nothing_in_flight() {
 #[test]
 fn processes_with_different_options_are_refused() {
     let bench = &["bench", "step", "--batch-size=8"][..];
-    for (args, differ, told) in [
-        (&[][..], ["--lr=0.1", "--lr=1.0"], "--lr is 0.1 for process 0 (on "),
-        (bench, ["--steps=2", "--steps=3"], "the command is bench step --steps=2 for process 0"),
-    ] {
+    for (args, each, told) in [
+        (
+            bench,
+            ["--steps=2", "--steps=3", "--steps=2"],
+            "the command is bench step --steps=2 for process 0",
+        ),
         // The one that serves the store must not be gone before the others have found out.
-        for order in [[0, 1, 0], [1, 0, 0]] {
-            let outputs = join(start_each(&order.map(|it| [args, &[differ[it]]].concat())).1);
-            for output in outputs {
-                let stderr = text(&output.stderr);
-                assert_eq!(output.status.code(), Some(2), "{args:?} {differ:?}: {stderr}");
-                let found = if order[0] == 0 { stderr.contains(told) } else { true };
-                assert!(found && stderr.contains(" for process 1 (on "), "{differ:?}: {stderr}");
-            }
-        }
+        (&[], ["--lr=0.2", "--lr=0.1", "--lr=0.1"], "--lr is 0.2 for process 0 (on "),
+    ] {
+        all_tell(
+            start_each(&each.map(|it| [args, &[it]].concat())).1,
+            2,
+            &[told, " for process 1 (on "],
+        );
     }
     // What is a process's own affair.
     let own = [vec!["--num-workers=1", "--timeout=50s"], vec!["--max-seconds=1h", "--timeout=60s"]];

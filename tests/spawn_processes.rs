@@ -19,8 +19,8 @@ use serde_json::Value;
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    TIMEOUT, in_the_environment_of, output, program, run, run_command, run_refused, send,
-    without_progress, words,
+    TIMEOUT, in_the_environment_of, last_event, output, program, run, run_command, run_refused,
+    send, some_of, without_progress, words,
 };
 
 const PROCESSES: &str = "--spawn=processes";
@@ -35,7 +35,6 @@ pub(crate) fn events(args: &[&str]) -> (Option<i32>, Vec<Value>, String) {
 fn processes_have_the_bits_of_threads() {
     for args in [
         &["--nproc-per-node=3", "--model=mlp", "--hidden=300,300", "--bucket-cap-mb=0.2"][..],
-        &["--nproc-per-node=2", "--max-epochs=2"],
         &["--nproc-per-node=1"],
     ] {
         let ways = [&["--spawn=threads"][..], &[PROCESSES], &[PROCESSES, "--shared-memory=off"]];
@@ -62,36 +61,34 @@ fn program_started_through_the_linker_runs() {
     let linker = files.into_iter().find(|file| file.contains("/ld-linux")).expect("it is loaded");
     let training =
         ["--nproc-per-node=2", "--max-epochs=1", "--num-samples=256", "--log-format=json"];
-    for args in [&["--version"][..], &training, &[&training[..], &[PROCESSES]].concat()] {
-        let direct = program(args);
+    let hash = |stdout: &str| last_event(stdout)["parameters_hash"].to_string();
+    let trained = hash(&run(&training).1);
+    for more in [&["--spawn=threads"][..], &[PROCESSES]] {
+        let args = [&training[..], more].concat();
+        let direct = program(&args);
         let mut command = Command::new(linker);
-        command.arg(direct.get_program()).args(args).stdin(Stdio::null());
+        command.arg(direct.get_program()).args(&args).stdin(Stdio::null());
         let (code, stdout, stderr) = run_command(in_the_environment_of(&direct, command));
         assert_eq!(code, Some(0), "{args:?}: {stderr}");
-        let last = |stdout: &str| stdout.lines().last().unwrap().to_owned();
-        let hash = |stdout: &str| match serde_json::from_str::<Value>(&last(stdout)) {
-            Ok(end) => end["parameters_hash"].to_string(),
-            Err(_) => last(stdout),
-        };
-        assert_eq!(hash(&stdout), hash(&run(args).1), "{args:?}: {stdout}");
+        assert_eq!(hash(&stdout), trained, "{args:?}: {stdout}");
     }
 }
 
 #[test]
 fn wrong_input_is_reported_once_and_not_restarted() {
     const NOWHERE: &str = "/nowhere: No such file";
-    for (args, told) in [
-        ("--nproc-per-node=2 --dataset=csv:/nowhere --spawn=processes", NOWHERE),
+    let all = [
         ("--nproc-per-node=2 --dataset=csv:/nowhere --spawn=processes --max-restarts=3", NOWHERE),
-        ("--nproc-per-node=2 --dataset=csv:/nowhere --max-restarts=3", NOWHERE),
         ("--nproc-per-node=3 --num-samples=2 --spawn=processes", "3 ranks for 2 samples"),
+        ("--nproc-per-node=2 --dataset=csv:/nowhere --max-restarts=3", NOWHERE),
         ("--nproc-per-node=2 --backend=threaded --spawn=processes", "stays within one process"),
         ("--nproc-per-node=2 --nnodes=2 --spawn=processes", "not set: --node-rank;"),
         (
             "--nnodes=2 --node-rank=0 --master-addr=127.0.0.1 --spawn=processes",
             "for one machine without a launcher, and this is process 0 of 2",
         ),
-    ] {
+    ];
+    for (args, told) in some_of(all, 3) {
         let stderr = run_refused(&words(args));
         assert_eq!(stderr.matches(told).count(), 1, "{stderr}");
         assert!(!args.contains("restarts") || !stderr.contains("restart"), "{stderr}");
@@ -223,11 +220,9 @@ fn signal_during_the_start_is_not_lost() {
 /// Lines of several processes that share stderr would mix if they came in pieces.
 #[test]
 fn stderr_lines_are_written_in_one_piece() {
-    for more in
-        [&[][..], &["--inject-fault=error:rank=1,at=step,step=3"], &["--dataset=csv:/nowhere"]]
-    {
+    for more in ["--inject-fault=error:rank=1,at=step,step=3", "--dataset=csv:/nowhere"] {
         let (here, there) = UnixDatagram::pair().unwrap();
-        let mut command = program(&[&[PROCESSES, "--nproc-per-node=2"], more].concat());
+        let mut command = program(&[PROCESSES, "--nproc-per-node=2", more]);
         // Each write is a message of its own.
         command.stdout(Stdio::null()).stderr(OwnedFd::from(there));
         let mut child = command.spawn().unwrap();
@@ -237,10 +232,10 @@ fn stderr_lines_are_written_in_one_piece() {
         let (mut count, mut message) = (0, [0; 1 << 12]);
         while let Ok(len) = here.recv(&mut message) {
             let text = str::from_utf8(&message[..len]).unwrap();
-            assert!(text.starts_with("ddp-mp: ") && text.ends_with('\n'), "{more:?}: {text:?}");
+            assert!(text.starts_with("ddp-mp: ") && text.ends_with('\n'), "{more}: {text:?}");
             count += 1;
         }
-        assert!(count > 0, "{more:?}");
+        assert!(count > 0, "{more}");
     }
 }
 

@@ -8,7 +8,7 @@ const INTEGERS: [Kind; 5] = [Kind::Int64, Kind::Int, Kind::Int16, Kind::Int8, Ki
 
 /// Returns awkward lengths; between processes these travel within a note, in one exchange, and in slices.
 fn lengths(group: &ProcessGroup) -> [i64; 4] {
-    if group.backend() == "gloo" { [0, 7, 1000, 100_001] } else { [0, 1, 65, 1027] }
+    if group.backend() == "gloo" { [0, 7, 1000, 66_001] } else { [0, 1, 65, 1027] }
 }
 
 /// Returns small whole numbers, so that every kind holds every sum exactly.
