@@ -197,7 +197,7 @@ fn exact_mean_of_threads_and_processes_matches_one_rank() {
 
 #[test]
 fn exact_mean_runs_with_an_empty_last_batch() {
-    for args in [
+    let all = [
         "--nproc-per-node=4 --num-samples=17 --batch-size=2",
         "--nproc-per-node=4 --num-samples=17 --batch-size=2 --num-workers=1",
         "--nproc-per-node=2 --num-samples=9 --batch-size=2 --amp=fp16",
@@ -205,7 +205,8 @@ fn exact_mean_runs_with_an_empty_last_batch() {
         "--nproc-per-node=3 --num-samples=7 --batch-size=1 --comm-hook=bf16",
         "--nproc-per-node=3 --num-samples=7 --batch-size=1 --skip-nonfinite=1",
         "--nproc-per-node=3 --num-samples=7 --batch-size=1 --no-overlap",
-    ] {
+    ];
+    for args in some_of(all, 4) {
         let end = end(args, &["--exact-mean", "--max-epochs=2"]);
         assert!(end["loss"].as_f64().unwrap() > 0.0, "{end}");
     }
@@ -215,12 +216,13 @@ fn exact_mean_runs_with_an_empty_last_batch() {
 
 #[test]
 fn verify_passes_with_unequal_batches() {
-    for args in [
-        "--nproc-per-node=2 --batch-size=8",
+    let all = [
         "--nproc-per-node=3 --batch-size=4 --model=mlp --lr=0.05",
-        "--nproc-per-node=4 --batch-size=1",
+        "--nproc-per-node=2 --batch-size=8",
         "--nproc-per-node=2 --batch-size=3 --model=cnn --sync-batch-norm --dataset=digits --loss=cross-entropy",
-    ] {
+        "--nproc-per-node=4 --batch-size=1",
+    ];
+    for args in some_of(all, 2) {
         let verify = ["verify", "--exact-mean", "--steps=9", "--log-format=json"];
         let (stdout, stderr) = run_to(0, &[&verify[..], &words(args)].concat());
         let told = "in the last step of an epoch the ranks have batches of different size";
