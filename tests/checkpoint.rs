@@ -13,12 +13,13 @@ use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::trainer::{Loss, SaveEvery, Trainer};
 use ddp_mp::{
     DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, Schedule, Sgd,
-    SgdOptions, SpawnError, Targets, TensorDataset, TextDataset,
+    SgdOptions, SpawnError, Targets, TensorDataset,
 };
 use rustix::process::Signal;
 use safetensors::tensor::TensorView;
 use serde_json::Value;
-use tch::Device;
+use tch::nn::VarStore;
+use tch::{Device, Tensor};
 use tempfile::TempDir;
 use wait_timeout::ChildExt;
 
@@ -403,34 +404,16 @@ fn init_from_starts_with_saved_parameters() {
 /// The shapes and bytes of tensors by name.
 type SavedTensors = BTreeMap<String, (Vec<usize>, Vec<u8>)>;
 
-fn tensors_in(file: &Path) -> SavedTensors {
-    let bytes = fs::read(file).unwrap();
+/// The tensors of a checkpoint of a run with `args`, and its hash.
+fn saved_by(args: &str) -> (SavedTensors, String) {
+    let (folder, dir) = folder();
+    let saved = train(args, &[&dir]);
+    let bytes = fs::read(checkpoints(&folder)[0].join("model.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let tensor = |(name, view): (&str, TensorView<'_>)| {
         (name.to_owned(), (view.shape().to_vec(), view.data().to_vec()))
     };
-    tensors.iter().map(tensor).collect()
-}
-
-/// The tensors of a new model.
-fn tensors_of(config: &ModelConfig) -> SavedTensors {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("x.safetensors");
-    config.build(Device::Cpu, 0).unwrap().0.save(&file).unwrap();
-    tensors_in(&file)
-}
-
-/// The error of loading tensors, with this metadata, into a model that they do not fit.
-fn misfit(config: &ModelConfig, tensors: &SavedTensors, metadata: &[(&str, &str)]) -> String {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("x.safetensors");
-    init_from(&file, tensors, metadata);
-    let (vs, _) = config.build(Device::Cpu, 0).unwrap();
-    TensorFile::read(&file).unwrap().load_into(&vs).unwrap_err().to_string()
-}
-
-fn mlp() -> ModelConfig {
-    ModelConfig { kind: ModelKind::Mlp, hidden: vec![64, 64], ..ModelConfig::default() }
+    (tensors.iter().map(tensor).collect(), saved.hash)
 }
 
 /// Writes float32 tensors to a file, with this metadata, and returns the flag that starts from it.
@@ -454,39 +437,37 @@ fn init_from_follows_the_metadata_of_tied_weights() {
          --dataset=text:{}",
         text.display()
     );
-    let (run, dir) = self::folder();
-    let hash = train(&args, &[&dir]).hash;
-    let saved = tensors_in(&checkpoints(&run)[0].join("model.safetensors"));
-    let mut tensors = saved.clone();
+    let (mut tensors, hash) = saved_by(&args);
     let tied = tensors.remove("transformer.wte.weight").unwrap();
     tensors.insert("lm_head.weight".into(), tied);
     let names = [("format", "pt"), ("transformer.wte.weight", "lm_head.weight")];
     let init = init_from(&file, &tensors, &names);
     assert_eq!(train(&args, &[&init, "--lr=0", "--seed=3"]).hash, hash);
-    let config = ModelConfig {
-        kind: ModelKind::Gpt,
-        in_features: 8,
-        out_features: TextDataset::VOCAB_SIZE,
-        n_layer: 1,
-        n_head: 1,
-        n_embd: 8,
-        ..ModelConfig::default()
-    };
-    let error = misfit(&config, &tensors, &names[..1]);
-    assert!(error.contains("missing: `transformer.wte.weight`; unexpected: `lm_head"), "{error}");
-    let inner = saved.into_iter().map(|(name, it)| (name.replace("transformer.", ""), it));
-    let error = misfit(&config, &inner.collect(), &[]);
-    assert!(error.contains("; unexpected: `h.0.attn."), "{error}");
-    let error = misfit(&config, &tensors, &[("transformer.wte.weight", "elsewhere")]);
-    assert!(error.contains("missing: `transformer.wte.weight`"), "{error}");
+    let told = "missing: `transformer.wte.weight`; unexpected: `lm_head";
+    refused(&args, &[&init_from(&file, &tensors, &names[..1])], told);
+    let wrong = [("transformer.wte.weight", "elsewhere")];
+    refused(&args, &[&init_from(&file, &tensors, &wrong)], "missing: `transformer.wte.weight`");
+}
+
+fn mlp() -> VarStore {
+    let hidden = vec![64, 64];
+    let config = ModelConfig { kind: ModelKind::Mlp, hidden, ..ModelConfig::default() };
+    config.build(Device::Cpu, 0).unwrap().0
+}
+
+/// The error of loading these tensors of a file into an mlp.
+fn misfit(tensors: impl IntoIterator<Item = (String, Tensor)>) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("x.safetensors");
+    Tensor::write_safetensors(&Vec::from_iter(tensors), &file).unwrap();
+    TensorFile::read(&file).unwrap().load_into(&mlp()).unwrap_err().to_string()
 }
 
 #[test]
 fn init_from_names_what_a_wrapper_adds_to_the_names() {
-    let tensors = tensors_of(&mlp());
     let refuses = |rename: &dyn Fn(&str) -> String, told: &str| {
-        let renamed = tensors.iter().map(|(name, tensor)| (rename(name), tensor.clone())).collect();
-        let error = misfit(&mlp(), &renamed, &[]);
+        let tensors = mlp().variables().into_iter();
+        let error = misfit(tensors.map(|(name, tensor)| (rename(&name), tensor)));
         assert!(error.contains(told), "{error}");
         error
     };
@@ -506,19 +487,19 @@ fn init_from_names_what_a_wrapper_adds_to_the_names() {
         &|name| name.replace('.', "._fsdp_wrapped_module."),
         "added `_fsdp_wrapped_module.` to",
     );
-    let error = misfit(&mlp(), &tensors_of(&ModelConfig::default()), &[]);
+    let (linear, _) = ModelConfig::default().build(Device::Cpu, 0).unwrap();
+    let error = misfit(linear.variables());
     assert!(error.contains("model; missing: ") && !error.contains("wrapper"), "{error}");
 }
 
 #[test]
 fn init_from_refuses_weights_that_are_not_finite() {
-    let tensors = tensors_of(&mlp());
-    for number in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-        let mut wrong = tensors.clone();
-        wrong.get_mut("2.weight").unwrap().1[4..8].copy_from_slice(&number.to_le_bytes());
+    for number in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+        let tensors = mlp().variables();
+        let _ = tch::no_grad(|| tensors["2.weight"].get(0).get(1).fill_(number));
         let told = "x.safetensors does not fit the model; NaN or infinite (use weights from before training diverged): \
                     `2.weight` (1 of 4096 numbers)";
-        let error = misfit(&mlp(), &wrong, &[]);
+        let error = misfit(tensors);
         assert!(error.contains(told), "{error}");
     }
 }
@@ -770,6 +751,9 @@ fn resume_from_an_invalid_path_names_the_newest() {
     let (_, _, stderr) = self::run(&arguments(args, &[&dir, "--resume=auto", &init]));
     let expected = "--init-from is ignored: the run continues from a checkpoint";
     assert!(stderr.contains(expected), "{stderr}");
-    let latest = format!("--resume={}", run.join("latest").display());
-    refused(args, &[&latest, &init], "--init-from: a resumed run already has parameters");
+    refused(
+        args,
+        &[&dir, "--resume=latest", &init],
+        "--init-from: a resumed run already has parameters",
+    );
 }

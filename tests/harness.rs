@@ -236,8 +236,7 @@ pub(crate) fn said(args: impl IntoIterator<Item = OsString>) -> Option<String> {
     }
 }
 
-/// Checks that each of these command lines is refused with this text. The program runs only where that is not found from
-/// the options alone.
+/// Checks that these command lines are refused with these texts. The program runs only where reading them finds nothing.
 #[track_caller]
 pub(crate) fn run_all_refused(cases: &[(&str, &str)]) {
     for (line, reason) in cases {

@@ -768,19 +768,12 @@ fn failed_backward_leaves_nothing_in_flight() {
 fn processes_with_different_options_are_refused() {
     let bench = &["bench", "step", "--batch-size=8"][..];
     for (args, each, told) in [
-        (
-            bench,
-            ["--steps=2", "--steps=3", "--steps=2"],
-            "the command is bench step --steps=2 for process 0",
-        ),
+        (bench, ["--steps=2", "--steps=3", "--steps=2"], "is bench step --steps=2 for process 0"),
         // The one that serves the store must not be gone before the others have found out.
         (&[], ["--lr=0.2", "--lr=0.1", "--lr=0.1"], "--lr is 0.2 for process 0 (on "),
     ] {
-        all_tell(
-            start_each(&each.map(|it| [args, &[it]].concat())).1,
-            2,
-            &[told, " for process 1 (on "],
-        );
+        let (_, children) = start_each(&each.map(|it| [args, &[it]].concat()));
+        all_tell(children, 2, &[told, " for process 1 (on "]);
     }
     // What is a process's own affair.
     let own = [vec!["--num-workers=1", "--timeout=50s"], vec!["--max-seconds=1h", "--timeout=60s"]];
