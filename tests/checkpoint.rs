@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_mp::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TensorFile, TrainerState};
-use ddp_mp::models::{ModelConfig, ModelKind};
+use ddp_mp::models::{ModelConfig, ModelKind, state_dict};
 use ddp_mp::trainer::{Loss, SaveEvery, Trainer};
 use ddp_mp::{
     DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, Schedule, Sgd,
@@ -466,7 +466,7 @@ fn misfit(tensors: impl IntoIterator<Item = (String, Tensor)>) -> String {
 #[test]
 fn init_from_names_what_a_wrapper_adds_to_the_names() {
     let refuses = |rename: &dyn Fn(&str) -> String, told: &str| {
-        let tensors = mlp().variables().into_iter();
+        let tensors = state_dict(&mlp()).unwrap().into_iter();
         let error = misfit(tensors.map(|(name, tensor)| (rename(&name), tensor)));
         assert!(error.contains(told), "{error}");
         error
@@ -488,15 +488,16 @@ fn init_from_names_what_a_wrapper_adds_to_the_names() {
         "added `_fsdp_wrapped_module.` to",
     );
     let (linear, _) = ModelConfig::default().build(Device::Cpu, 0).unwrap();
-    let error = misfit(linear.variables());
+    let error = misfit(state_dict(&linear).unwrap());
     assert!(error.contains("model; missing: ") && !error.contains("wrapper"), "{error}");
 }
 
 #[test]
 fn init_from_refuses_weights_that_are_not_finite() {
     for number in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-        let tensors = mlp().variables();
-        let _ = tch::no_grad(|| tensors["2.weight"].get(0).get(1).fill_(number));
+        let tensors = state_dict(&mlp()).unwrap();
+        let (_, weight) = tensors.iter().find(|(name, _)| name == "2.weight").unwrap();
+        let _ = tch::no_grad(|| weight.get(0).get(1).fill_(number));
         let told = "x.safetensors does not fit the model; NaN or infinite (use weights from before training diverged): \
                     `2.weight` (1 of 4096 numbers)";
         let error = misfit(tensors);
