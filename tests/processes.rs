@@ -193,13 +193,9 @@ fn from_env_joins_under_every_launcher() {
         };
         let mut expected: Vec<String> = places.iter().enumerate().map(line).collect();
         expected.sort();
-        let twice = launcher == "torchrun";
-        let mut lines = from_env(if twice { "twice" } else { "" }, both(of_each));
-        if twice {
-            // The processes have met for one run.
-            let mut again = lines.drain(..2);
-            assert!(again.all(|it| it.contains("again|") && it.contains("for one run")));
-        }
+        let mut lines = from_env("twice", both(of_each));
+        // The processes have met for one run.
+        assert!(lines.drain(..2).all(|it| it.contains("again|") && it.contains("for one run")));
         assert_eq!(lines, expected);
     }
     // Without a launcher a rank for each core, all in this process.
