@@ -40,10 +40,8 @@ const TWO_RANKS: &str = "--nproc-per-node=2";
 #[test]
 fn hash_is_that_of_the_built_in_model() {
     for flags in [
-        &["--max-epochs=2"][..],
-        &["--optimizer=adamw", "--grad-accum-steps=2", "--batch-size=24"],
-        &["--amp=bf16", "--zero", "--optimizer=adamw"],
-        &["--exact-mean", "--batch-size=30", "--max-grad-norm=0.1"],
+        &["--max-epochs=2", "--grad-accum-steps=2", "--batch-size=30", "--exact-mean"][..],
+        &["--amp=bf16", "--zero", "--optimizer=adamw", "--max-grad-norm=0.1"],
         &["--strategy=dp"],
     ] {
         let flags = [&[TWO_RANKS][..], flags].concat();
@@ -108,6 +106,23 @@ fn own_options_are_flags_keys_and_lines_of_env() {
     assert!(line("batch_size").ends_with("# flag"));
     assert!(!stdout.contains("model = ") && !stdout.contains("dataset = "), "{stdout}");
 
+    #[derive(clap::Args)]
+    struct Options {
+        #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
+        width: Option<i64>,
+        #[arg(long, value_delimiter = ',')]
+        factors: Vec<f64>,
+    }
+    let app = App::new("spirals", "1.2.3").args::<Options>();
+    let app = app.model(|path, context| {
+        linear(path, context.args.width.unwrap_or(1), context.args.factors.len() as i64)
+    });
+    let app = app.dataset(|_| Ok(TensorDataset::random(64, 20, Targets::Values(1), 1)?));
+    let app = app.loss(|output: &Tensor, _: &Tensor| output.mean(Kind::Float));
+    let refused = |args: &[&str]| {
+        let args = ["spirals"].iter().chain(args).map(Into::into);
+        app.config_of(args).unwrap_err().to_string()
+    };
     for (text, complaint) in [
         ("width = \"x\"", "line 1"),
         ("width = 0", "0 is not in 1.."),
@@ -118,8 +133,8 @@ fn own_options_are_flags_keys_and_lines_of_env() {
         ("num-samples = 9", "unknown field `num-samples`: spirals brings its own data set"),
     ] {
         fs::write(&file, text).unwrap();
-        let (_, stderr) = app_to(2, &[&config]);
-        assert!(stderr.contains(complaint), "{text}: {stderr}");
+        let error = refused(&[&config]);
+        assert!(error.contains(complaint), "{text}: {error}");
     }
     for (flag, part) in [
         ("--model=mlp", "model"),
@@ -130,15 +145,15 @@ fn own_options_are_flags_keys_and_lines_of_env() {
         ("--in-features=2", "model and data set"),
     ] {
         for command in [&[][..], &["train"], &["bench", "step"]] {
-            let (_, stderr) = app_to(2, &[command, &[flag]].concat());
+            let error = refused(&[command, &[flag]].concat());
             let name = flag.split('=').next().unwrap().replace('_', "-");
-            assert!(stderr.contains(&format!("unexpected argument '{name}' found")), "{stderr}");
+            assert!(error.contains(&format!("unexpected argument '{name}' found")), "{error}");
             let tip = format!("tip: spirals brings its own {part}\n");
-            assert!(stderr.contains(&tip), "{stderr}");
+            assert!(error.contains(&tip), "{error}");
         }
     }
-    let (_, _, stderr) = run_app(&["diff", "--model=mlp"]);
-    assert!(stderr.contains("'--model' found") && !stderr.contains("brings"), "{stderr}");
+    let error = refused(&["diff", "--model=mlp"]);
+    assert!(error.contains("'--model' found") && !error.contains("brings"), "{error}");
 }
 
 #[test]
@@ -195,10 +210,8 @@ fn commands_and_help_have_the_name_of_the_program() {
     }
     let (_, version, _) = run_app(&["--version"]);
     assert!(version.starts_with("spirals   1.2.3\nddp-mp    "), "{version}");
-    for shell in ["bash", "zsh", "fish"] {
-        let (script, _) = app_to(0, &["completions", shell]);
-        assert!(script.contains("spirals") && script.contains("width"), "{shell}");
-    }
+    let (script, _) = app_to(0, &["completions", "bash"]);
+    assert!(script.contains("spirals") && script.contains("width"), "{script}");
     let (_, help, _) = run_app(&["completions", "--help"]);
     assert!(help.contains("Usage: spirals") && !help.contains("ddp-mp"), "{help}");
     for command in [

@@ -19,29 +19,31 @@ fn bench_of_every_operation_has_no_wrong_values() {
     // From less than an element a rank to several chunks of the check, and up to several pieces of processes.
     let threads = ["--min-bytes=1", "--max-bytes=3M", "--step-factor=999"];
     let processes = ["--min-bytes=1", "--max-bytes=9M", "--step-factor=3000", "--spawn=processes"];
-    for op in words(OPS) {
-        let ways = [("2", &threads[..]), ("3", &threads), ("2", &processes)];
-        for (ranks, sizes) in some_of(ways, 2) {
-            let rows = rows(&[&[op, "--nproc-per-node", ranks], sizes].concat());
-            assert_eq!(rows.len(), 3, "{op}");
-            for row in &rows {
-                assert_eq!(row["op"], op);
-                assert_eq!(row["dtype"], "float32");
-                assert_eq!(row["wrong"], 0, "{row}");
-                let number = |key: &str| row[key].as_f64().unwrap();
-                assert!(number("time_us") > 0., "{row}");
-                let algbw = number("bytes") / number("time_us") / 1e3;
-                assert!((number("algbw") / algbw - 1.).abs() < 1e-6, "{row}");
-                let n: f64 = ranks.parse().unwrap();
-                let factor = match op {
-                    "all_reduce" => 2. * (n - 1.) / n,
-                    "reduce" | "broadcast" | "send_recv" => 1.,
-                    _ => (n - 1.) / n,
-                };
-                assert!((number("busbw") / (algbw * factor) - 1.).abs() < 1e-6, "{row}");
-                let parts = if factor == (n - 1.) / n && op != "all_reduce" { n } else { 1. };
-                assert_eq!(number("bytes"), number("count") * 4. * parts, "{row}");
-            }
+    let ways = [("2", &threads[..]), ("3", &threads), ("2", &processes)];
+    // Of three cases in a row, one of each operation, one is kept.
+    let cases = words(OPS).into_iter().enumerate();
+    let cases = cases.flat_map(|(number, op)| (number..number + 3).map(move |way| (op, way % 3)));
+    for (op, way) in some_of(cases, 9) {
+        let (ranks, sizes) = ways[way];
+        let rows = rows(&[&[op, "--nproc-per-node", ranks], sizes].concat());
+        assert_eq!(rows.len(), 3, "{op}");
+        for row in &rows {
+            assert_eq!(row["op"], op);
+            assert_eq!(row["dtype"], "float32");
+            assert_eq!(row["wrong"], 0, "{row}");
+            let number = |key: &str| row[key].as_f64().unwrap();
+            assert!(number("time_us") > 0., "{row}");
+            let algbw = number("bytes") / number("time_us") / 1e3;
+            assert!((number("algbw") / algbw - 1.).abs() < 1e-6, "{row}");
+            let n: f64 = ranks.parse().unwrap();
+            let factor = match op {
+                "all_reduce" => 2. * (n - 1.) / n,
+                "reduce" | "broadcast" | "send_recv" => 1.,
+                _ => (n - 1.) / n,
+            };
+            assert!((number("busbw") / (algbw * factor) - 1.).abs() < 1e-6, "{row}");
+            let parts = if factor == (n - 1.) / n && op != "all_reduce" { n } else { 1. };
+            assert_eq!(number("bytes"), number("count") * 4. * parts, "{row}");
         }
     }
 }
@@ -136,10 +138,9 @@ fn bench_step_reports_its_phases_and_refuses_run_flags() {
             assert!(number(part) > 0. && number(part) <= most, "{row}");
         }
     }
-    for flag in words(
-        "--max-epochs=2 --checkpoint-dir=x --inject-fault=error:rank=0,at=init --val-fraction=0.1 \
-         --patience=3 --skip-nonfinite=1",
-    ) {
+    let of_runs = "--max-epochs=2 --checkpoint-dir=x --inject-fault=error:rank=0,at=init --val-fraction=0.1 \
+                   --patience=3 --skip-nonfinite=1";
+    for flag in some_of(words(of_runs), 3) {
         let stderr = run_refused(&["bench", "step", flag]);
         let name = flag.split('=').next().unwrap();
         let reason = format!("ddp-mp: {name}: bench step measures single steps; leave this out");
@@ -148,9 +149,8 @@ fn bench_step_reports_its_phases_and_refuses_run_flags() {
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(&file, "val_fraction = 0.1\npatience = 3\n").unwrap();
     let config = format!("--config={}", file.path().display());
-    run_to(0, &["bench", "step", "--steps=5", "--nproc-per-node=1", &config]);
     run_all_refused(&[("bench step --grad-accum-steps=2", "steps of one batch")]);
-    let (stdout, _) = run_to(0, &["bench", "step", "--steps=5", "--nproc-per-node=1"]);
+    let (stdout, _) = run_to(0, &["bench", "step", "--steps=5", "--nproc-per-node=1", &config]);
     assert!(stdout.starts_with("# linear, batch 32, 1 rank: medians of 5 steps"), "{stdout}");
 }
 

@@ -6,9 +6,10 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
+use crate::flags::refused;
 use crate::harness::{
     as_torchrun, events, files_below, last_event, program, program_in, program_under, repository,
-    run, run_all_refused, run_command_to, run_to, some_of, words,
+    run, run_command_to, run_to, some_of, words,
 };
 
 /// What is printed for help and for mistakes: tests/cmd/*.trycmd.
@@ -125,7 +126,8 @@ fn deleted_working_directory_is_named() {
 fn stall_warning_that_never_comes_is_refused() {
     for warning in ["5s", "20s"] {
         let expected = format!("a warning after {warning} never comes within a timeout of 1s");
-        run_all_refused(&[(&format!("--stall-warning={warning} --timeout=1s"), &expected)]);
+        let text = refused(&format!("--stall-warning={warning} --timeout=1s"));
+        assert!(text.contains(&expected), "{text}");
     }
     run_to(0, &["--timeout=1s", "--max-steps=1"]);
 }
@@ -182,11 +184,11 @@ fn with_full_stdout(line: &str) -> String {
 #[test]
 fn full_stdout_fails_every_command_and_hides_no_earlier_failure() {
     const FULL: &str = "writing to stdout: No space left on device";
-    let commands = "--help, -h, --version, help, sampler --help, help bench, env, env --log-format=json, \
-                    completions bash, sampler --len=4 --world-size=2 --log-format=json, \
+    let commands = "--help, -h, --version, completions bash, help, sampler --help, env, help bench, \
+                    env --log-format=json, sampler --len=4 --world-size=2 --log-format=json, \
                     verify --nproc-per-node=2 --steps=2, bench step --nproc-per-node=1 --steps=1, \
                     bench all-reduce --nproc-per-node=2 --max-bytes=4 --iters=1";
-    for line in some_of(commands.split(", "), 7) {
+    for line in some_of(commands.split(", "), 5) {
         let stderr = with_full_stdout(line);
         assert_eq!(stderr.matches(FULL).count(), 1, "{line}: {stderr}");
     }
@@ -489,8 +491,8 @@ fn activation_flag_applies_to_the_whole_model() {
         some_of([&["--model=mlp"][..], &["--model=cnn", "--in-features=64", "--num-samples=64"]], 1)
     {
         let of = |name: &str| hash(&[model, &[&format!("--activation={name}")]].concat());
-        assert_eq!(of("relu"), hash(model), "the default");
         let all = ["relu", "tanh", "gelu", "sigmoid"].map(of);
+        assert_eq!(all[0], hash(model), "the default");
         for (number, one) in all.iter().enumerate() {
             assert!(!all[..number].contains(one), "{all:?}");
         }
@@ -502,11 +504,8 @@ fn flags_that_change_the_schedule_change_no_bit() {
     let expected = hash(&["--model=mlp"]);
     for flags in [
         &["--no-overlap"][..],
-        &["--static-graph"],
-        &["--find-unused-parameters"],
-        &["--bucket-cap-mb=0.001"],
-        &["--num-workers=3", "--prefetch-factor=1"],
-        &["--check-replicas-every=3"],
+        &["--static-graph", "--num-workers=3", "--prefetch-factor=1"],
+        &["--find-unused-parameters", "--check-replicas-every=3"],
     ] {
         assert_eq!(hash(&[&["--model=mlp"], flags].concat()), expected, "{flags:?}");
     }
@@ -514,6 +513,7 @@ fn flags_that_change_the_schedule_change_no_bit() {
     run_to(0, &["--strategy=dp", "--check-replicas-every=3"]);
     assert_ne!(hash(&["--model=mlp", "--comm-hook=bf16"]), expected);
     let end = end(&["--model=mlp", "--bucket-cap-mb=0.001"]);
+    assert_eq!(end["parameters_hash"], expected);
     assert!(end["bucket_bytes"].as_array().unwrap().len() > 1, "{end}");
     assert!(end["bytes_sent_by_rank"][1].as_u64() > Some(0) && end["overlapped"] == 0.0, "{end}");
     assert!(end["communication_us"].as_f64() < end["backward_us"].as_f64(), "{end}");
@@ -524,9 +524,9 @@ fn epochs_that_end_before_max_steps_are_named() {
     let (_, stderr) = run_to(0, &["--nproc-per-node=2", "--num-samples=256", "--max-steps=9"]);
     let expected = "has ended after 4 steps, before --max-steps 9, because of --max-epochs 1\n";
     assert!(stderr.ends_with(expected), "{stderr}");
-    for more in [&["--max-steps=4"][..], &["--max-steps=3"], &[]] {
-        let (_, _, stderr) = run(&[&["--nproc-per-node=2", "--num-samples=256"], more].concat());
-        assert!(!stderr.contains("before --max-steps"), "{more:?}: {stderr}");
+    for more in ["--max-steps=4", "--max-steps=3"] {
+        let (_, _, stderr) = run(&["--nproc-per-node=2", "--num-samples=256", more]);
+        assert!(!stderr.contains("before --max-steps"), "{more}: {stderr}");
     }
 }
 
@@ -554,9 +554,9 @@ fn env_shows_the_origin_of_each_option() {
         ("timeout = \"1m 30s\"", "flag"),
     ];
     assert_eq!(rows, expected);
-    let all = listed(&["--all", "--config", path, "--lr=0.1", "--timeout=90"]);
+    let all = listed(&["--all", "--config", path, "--lr=1e-300", "--timeout=90"]);
     assert!(all.contains("\nseed = 0  ") && all.contains("# max_steps is not set"), "{all}");
-    assert!(listed(&["--lr=1e-300"]).starts_with("lr = 1e-300  "));
+    assert!(all.contains("\nlr = 1e-300  "), "{all}");
     assert_eq!(listed(&[]), "all options have their defaults; --all lists them\n");
     let (stdout, _) = under_torchrun(0, "env");
     assert!(

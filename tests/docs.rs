@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::flags::ddp_mp_app;
 use crate::harness::{
     assert_generated, files_below, free_port, in_parallel, program_in, repository, run_command_to,
-    run_to, runs_every_case, some_of, words,
+    runs_every_case, some_of, words,
 };
 
 /// README.md and the pages of the book, in the order of their paths. README.zh.md has the code blocks of README.md:
@@ -265,8 +266,12 @@ const COMMANDS: &str = "|comm|sample|sampler|bench|bench step|bench scaling|veri
 
 /// The help of each of `COMMANDS`.
 static HELPS: LazyLock<Vec<String>> = LazyLock::new(|| {
-    let help = |command: &str| {
-        run_to(0, &command.split_whitespace().chain(["--help"]).collect::<Vec<_>>()).0
+    let mut all = ddp_mp_app().command();
+    all.build();
+    let help = |path: &str| {
+        let command = words(path).into_iter();
+        let mut command = command.fold(&all, |it, name| it.find_subcommand(name).unwrap()).clone();
+        command.render_long_help().to_string()
     };
     COMMANDS.split('|').map(help).collect()
 });

@@ -9,6 +9,7 @@ use ddp_mp::{Dataset, DatasetSpec, Error, FileDataset, TargetKind, Targets};
 use tch::{Device, Kind, Tensor};
 use wait_timeout::ChildExt;
 
+use crate::flags::{ddp_mp_app, refused};
 use crate::harness::{TIMEOUT, files_below, program, repository, run, run_refused, words};
 
 /// What tests/data/make.py wrote, with {} for its folder.
@@ -107,6 +108,13 @@ fn float32_file_is_mapped_and_not_copied() {
     assert!(place(&open("npy:{}/x.f8.npy,{}/y.i8.npy", TargetKind::Classes).unwrap()).is_none());
 }
 
+/// The error of a run whose data set is refused.
+fn data_refused(line: &str) -> String {
+    let args = ["ddp-mp"].into_iter().chain(words(line)).map(Into::into);
+    let config = ddp_mp_app().config_of(args).unwrap().unwrap();
+    config.open_data(0).err().unwrap_or_else(|| panic!("accepted: {line}")).to_string()
+}
+
 /// Images of `pixels` x 1 pixels and their labels, as MNIST has them.
 fn write_idx(folder: &Path, part: &str, pixels: u8, labels: &[u8]) {
     let samples = labels.len() as u8;
@@ -161,9 +169,8 @@ fn t10k_files_are_the_validation_set_unless_overridden() {
     assert!(validation.is_some() && !stderr.contains("t10k"), "{stderr}");
     // Others than those that fit.
     let refused = |reason: &str| {
-        let (code, stdout, stderr) = train(&[]);
-        assert_eq!((code, &stdout[..]), (Some(2), ""), "{stderr}");
-        assert!(stderr.contains(&reason.replace("{}", &spec)), "{stderr}");
+        let error = data_refused(&format!("--loss=cross-entropy --model=mlp --dataset={spec}"));
+        assert!(error.contains(&reason.replace("{}", &spec)), "{error}");
     };
     write_idx(folder.path(), "t10k", 6, &labels);
     refused(
@@ -272,15 +279,19 @@ fn files_of_other_kinds_are_named_in_the_place_of_every_format() {
         (&x, format!("--dataset=safetensors:{x}")),
         (&x, format!("--dataset=text:{x} --model=gpt --loss=cross-entropy")),
         (&idx, format!("--dataset=idx:{}", at("idx"))),
-        (&x, format!("--init-from={x}")),
         (&x, format!("--config={x}")),
+        (&x, format!("--init-from={x}")),
         (&x, format!("diff {x} {x}")),
     ];
     for (bytes, what, remedy) in mistaken_files() {
         for (path, args) in &uses {
             fs::write(path, &bytes).unwrap();
-            let stderr = run_refused(&words(args));
-            let line = stderr.lines().last().unwrap();
+            let error = match args {
+                _ if args.starts_with("--dataset") => data_refused(args),
+                _ if args.starts_with("--config") => refused(args),
+                _ => run_refused(&words(args)),
+            };
+            let line = error.lines().last().unwrap();
             let has = |any: &str| any.split('|').any(|text| line.contains(text));
             assert!(line.contains(&**path) && has(what) && has(remedy), "{args:?} {what}: {line}");
         }
@@ -293,16 +304,17 @@ fn files_of_a_checkpoint_that_are_git_lfs_pointers_are_named() {
     let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
     assert_eq!(run(&["--max-epochs=1", "--nproc-per-node=1", &dir]).0, Some(0));
     let step = fs::canonicalize(folder.path().join("run/step-00000128")).unwrap();
-    for name in ["model.safetensors", "optimizer.safetensors", "trainer.json"] {
+    let resume = format!("--resume={}", step.display());
+    for (name, args) in [
+        ("model.safetensors", &[&*resume][..]),
+        ("optimizer.safetensors", &["--resume=auto", &dir]),
+        ("trainer.json", &[&*resume]),
+    ] {
         let before = fs::read(step.join(name)).unwrap();
         fs::write(step.join(name), LFS_POINTER).unwrap();
-        let resume = format!("--resume={}", step.display());
-        for args in [&[&resume[..]][..], &["--resume=auto", &dir]] {
-            let (code, _, stderr) = run(args);
-            let line = stderr.lines().last().unwrap();
-            assert_eq!(code, Some(2), "{stderr}");
-            assert!(line.contains(name) && line.contains("a Git LFS pointer"), "{line}");
-        }
+        let stderr = run_refused(args);
+        let line = stderr.lines().last().unwrap();
+        assert!(line.contains(name) && line.contains("a Git LFS pointer"), "{line}");
         fs::write(step.join(name), before).unwrap();
     }
 }

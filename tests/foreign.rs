@@ -229,25 +229,19 @@ fn refused_output_leaves_nothing_of_the_others() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name).display().to_string();
     fs::write(at("foreign"), "of others\n").unwrap();
-    let (good, foreign) = (at("new/of the run"), at("foreign"));
-    for [refused, other] in [
-        ["--trace", "--record"],
-        ["--record", "--checkpoint-dir"],
-        ["--record", "--trace"],
-        ["--metrics", "--trace"],
-        ["--tensorboard", "--checkpoint-dir"],
-        ["--trace", "--checkpoint-dir"],
-        ["--report", "--checkpoint-dir"],
-        ["--prometheus", "--tensorboard"],
-        ["--metrics", "--tensorboard"],
-        ["--metrics", "--checkpoint-dir"],
-        ["--tensorboard", "--trace"],
-    ] {
-        let args = ["--nproc-per-node=1", refused, &foreign, other, &good];
-        let stderr = run_refused(&args);
-        assert!(stderr.contains(refused), "{stderr}");
+    let foreign = at("foreign");
+    let outputs = words("trace record metrics tensorboard report prometheus checkpoint-dir");
+    for refused in &outputs[..6] {
+        let path = |flag: &&str| {
+            let path = if flag == refused { foreign.clone() } else { at(&format!("new/{flag}")) };
+            format!("--{flag}={path}")
+        };
+        let flags: Vec<String> = outputs.iter().map(path).collect();
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let stderr = run_refused(&[&["--nproc-per-node=1"], &flags[..]].concat());
+        assert!(stderr.contains(&format!("--{refused}")), "{stderr}");
         let names: Vec<_> = fs::read_dir(folder.path()).unwrap().collect();
-        assert_eq!(names.len(), 1, "{refused} {other}: {names:?}");
+        assert_eq!(names.len(), 1, "{refused}: {names:?}");
     }
     assert_eq!(fs::read_to_string(&foreign).unwrap(), "of others\n");
 }

@@ -16,7 +16,7 @@ use ddp_mp::{
 use serde::Deserialize;
 use tch::{Device, Kind, Tensor};
 
-use crate::harness::{ranks, repository};
+use crate::harness::{ranks, repository, some_of};
 use crate::kernels::has_recorded_kernels;
 use crate::parity::{EpochLosses, difference, digest, flat, recorded, state};
 use crate::share_model::with;
@@ -198,7 +198,7 @@ fn gpt_trains_as_with_pytorch_ddp() {
     let recorded = Recorded::read();
     let mut missed = Vec::new();
     for case in &recorded.cases {
-        for layout in [Replicated, SharedModel, Partitioned] {
+        for layout in some_of([Replicated, SharedModel, Partitioned], 2) {
             let Case { losses, bits, r#final, .. } = recorded.train(case, layout);
             assert!(r#final.keys().eq(case.r#final.keys()), "{:?}", r#final.keys());
             assert!(losses.last() < losses.first(), "{losses:?}");

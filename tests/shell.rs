@@ -12,8 +12,8 @@ fn completions(shell: &str) -> String {
     script
 }
 
-/// What bash completes the last of `words` to.
-fn completed(words: &[&str]) -> String {
+/// What bash completes the last of `words` to, with the completions of the program.
+fn completed(completions: &str, words: &[&str]) -> String {
     // Outside of a completion, compopt would fail.
     let script = "compopt() { :; }; source <(cat); COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1)); \
                   f=$(complete -p ddp-mp); f=${f##*-F }; \
@@ -21,7 +21,7 @@ fn completed(words: &[&str]) -> String {
                   echo \"${COMPREPLY[*]}\"";
     let mut bash = Command::new("bash");
     bash.args(["--norc", "-euc", script, "bash"]).args(words).current_dir(repository(""));
-    let (code, stdout, stderr) = with_input(bash, &completions("bash"));
+    let (code, stdout, stderr) = with_input(bash, completions);
     assert_eq!((code, stderr.as_str()), (Some(0), ""), "{words:?}");
     stdout.trim().to_owned()
 }
@@ -43,12 +43,13 @@ fn version() -> String {
 
 #[test]
 fn bash_completes_commands_flags_and_values() {
+    let script = completions("bash");
+    let completed = |words: &[&str]| completed(&script, words);
     assert_eq!(completed(&["ddp-mp", "--max-ep"]), "--max-epochs");
     assert_eq!(completed(&["ddp-mp", "train", "--tensorb"]), "--tensorboard");
     assert_eq!(completed(&["ddp-mp", "--model", "m"]), "mlp");
     assert_eq!(completed(&["ddp-mp", "--model", "=", "m"]), "mlp");
     assert_eq!(completed(&["ddp-mp", "--config", "confi"]), "configs");
-    let script = completions("bash");
     let files = script.matches("compgen -f").count();
     assert!(files > 0 && script.matches("compopt -o filenames").count() == files, "{script}");
     assert_eq!(completed(&["ddp-mp", "bench", "scal"]), "scaling");
