@@ -6,7 +6,7 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::flags::refused;
+use crate::flags::{refused, said};
 use crate::harness::{
     as_torchrun, events, files_below, last_event, program, program_in, program_under, repository,
     run, run_command_to, run_to, some_of, words,
@@ -43,7 +43,7 @@ fn example_configs_run_from_anywhere() {
     let elsewhere = tempfile::tempdir().unwrap();
     let files = files_below(&repository("configs"));
     assert!(files.len() >= 3);
-    for file in some_of(files, 4) {
+    for file in some_of(files, 3) {
         let text = fs::read_to_string(&file).unwrap();
         assert!(text.starts_with("# "), "{} does not say what it shows", file.display());
         let args = ["--config", file.to_str().unwrap(), "--max-steps=3"];
@@ -129,7 +129,7 @@ fn stall_warning_that_never_comes_is_refused() {
         let text = refused(&format!("--stall-warning={warning} --timeout=1s"));
         assert!(text.contains(&expected), "{text}");
     }
-    run_to(0, &["--timeout=1s", "--max-steps=1"]);
+    assert_eq!(said(["--timeout=1s".into()]), None);
 }
 
 /// Paragraphs of `#key = value`, here as flags, which win over the file.
@@ -404,12 +404,10 @@ fn validation_counts_every_sample_once_for_any_world_size() {
     let of = |ranks: &str| validations(&[&digits[..], &["--model=mlp", ranks]].concat()).remove(0);
     let alone = of("--nproc-per-node=1");
     assert!(alone["accuracy"].as_f64() > Some(0.), "{alone}");
-    for ranks in ["--nproc-per-node=2", "--nproc-per-node=3"] {
-        let together = of(ranks);
-        assert_eq!(together["accuracy"], alone["accuracy"], "{ranks}");
-        let loss = |event: &Value| event["loss"].as_f64().unwrap();
-        assert!((loss(&together) - loss(&alone)).abs() < 1e-6 * loss(&alone), "{ranks}");
-    }
+    let together = of("--nproc-per-node=3");
+    assert_eq!(together["accuracy"], alone["accuracy"]);
+    let loss = |event: &Value| event["loss"].as_f64().unwrap();
+    assert!((loss(&together) - loss(&alone)).abs() < 1e-6 * loss(&alone), "{together}");
     // Random data, every other epoch and after the last, with DataParallel too.
     for strategy in ["--strategy=ddp", "--strategy=dp"] {
         let random =

@@ -35,7 +35,7 @@ fn is_named(limit: &str, args: &[&str], remedy: &str) -> bool {
 fn open_file_limit_is_named_in_the_error() {
     let folder = tempfile::tempdir().unwrap();
     let mut named = 0;
-    let limits = some_of([8, 10, 12, 14, 16, 18, 20, 24, 28, 36, 48], 4);
+    let limits = some_of([8, 10, 12, 14, 16, 18, 20, 24, 28, 36, 48], 3);
     for (number, files) in limits.into_iter().enumerate() {
         let limit = format!("ulimit -n {files}");
         if !can_be_loaded(&limit) {

@@ -27,8 +27,8 @@ fn peak(args: &[&str], steps: usize) -> f64 {
 /// Bytes that further steps may take. A kilobyte for each of 5000 steps would be 5.1 million.
 const BOUND: f64 = 4e6;
 
-fn assert_no_growth(args: &[&str]) {
-    let steps = if runs_every_case() { 10_000 } else { 6000 };
+fn assert_no_growth(args: &[&str], few: usize) {
+    let steps = if runs_every_case() { 10_000 } else { few };
     let before = peak(args, 1000);
     let after = peak(args, steps);
     println!("{before} bytes after 1000 steps, {after} after {steps}: {args:?}");
@@ -44,10 +44,11 @@ fn memory_does_not_grow_after_1000_steps() {
     let all =
         ["--num-workers=1", "--amp=bf16", "--val-fraction=0.1", "--max-grad-norm=1", &metrics];
     for more in some_of([&all, &[][..]], 1) {
-        assert_no_growth(&[&mlp[..], more].concat());
+        assert_no_growth(&[&mlp[..], more].concat(), 6000);
     }
-    // The gradient of the second layer has 256 KiB, the smallest block that is kept.
-    assert_no_growth(&["--model=mlp", "--hidden=256,256", "--batch-size=8", "--num-samples=2056"]);
+    // The gradient of the second layer has 256 KiB, the smallest block that is kept: one that is lost is soon seen.
+    let large = ["--model=mlp", "--hidden=256,256", "--batch-size=8", "--num-samples=2056"];
+    assert_no_growth(&large, 1500);
 }
 
 /// Starts this test binary as `scene` of the test below, with the value of the switch if there is one, and returns

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use crate::flags::refused;
-use crate::harness::{run_to, words};
+use crate::harness::{run_all_refused, run_to, words};
 
 /// Backward takes long enough, after it has completed the first bucket, to be seen beside its all-reduce.
 const RUN: &str = "--model=mlp --hidden=500,500,500 --batch-size=128 --nproc-per-node=2 --max-steps=6 \
@@ -64,10 +64,10 @@ fn clusters_of_other_sizes_and_unmodelled_options_are_refused() {
         let error = refused(&format!("{RUN} {more}"));
         assert!(error.contains(reason), "{error}");
     };
-    is_refused(
-        "--simulate-cluster=nodes=2,gpus=8",
+    run_all_refused(&[(
+        &format!("{RUN} --simulate-cluster=nodes=2,gpus=8"),
         "--simulate-cluster: nodes=2,gpus=8 has 16 ranks, and this run has 2; leave out both keys",
-    );
+    )]);
     is_refused("--simulate-cluster=speed=3", "there is no key `speed`");
     for flag in ["--strategy=dp", "--share-model", "--spawn=processes --zero"] {
         let option = flag.split_whitespace().last().unwrap().replace('=', " ");

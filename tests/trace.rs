@@ -248,7 +248,7 @@ fn concurrent_operations_have_tracks_of_their_own() {
 #[test]
 fn trace_of_a_failed_run_marks_unfinished_operations() {
     let fault = "--nproc-per-node=2 --inject-fault=stall:rank=1,at=step,step=3";
-    let (folder, _) = traced(1, &format!("{fault} --timeout=300ms --grace-period=100ms"));
+    let (folder, _) = traced(1, &format!("{fault} --timeout=2s --grace-period=500ms"));
     let trace = Trace::read(&folder.path().join("new/trace.json"));
     let unfinished = |it: &&Slice| it.args["unfinished"] == true;
     let waits = trace.of("collective").find(unfinished).unwrap();
