@@ -108,15 +108,11 @@ fn own_options_are_flags_keys_and_lines_of_env() {
 
     #[derive(clap::Args)]
     struct Options {
-        #[arg(long, value_parser = clap::value_parser!(i64).range(1..))]
-        width: Option<i64>,
-        #[arg(long, value_delimiter = ',')]
-        factors: Vec<f64>,
+        #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(i64).range(1..))]
+        width: i64,
     }
     let app = App::new("spirals", "1.2.3").args::<Options>();
-    let app = app.model(|path, context| {
-        linear(path, context.args.width.unwrap_or(1), context.args.factors.len() as i64)
-    });
+    let app = app.model(|path, context| linear(path, context.args.width, 1));
     let app = app.dataset(|_| Ok(TensorDataset::random(64, 20, Targets::Values(1), 1)?));
     let app = app.loss(|output: &Tensor, _: &Tensor| output.mean(Kind::Float));
     let refused = |args: &[&str]| {
@@ -126,7 +122,6 @@ fn own_options_are_flags_keys_and_lines_of_env() {
     for (text, complaint) in [
         ("width = \"x\"", "line 1"),
         ("width = 0", "0 is not in 1.."),
-        ("factors = [\"x\"]", "invalid float literal"),
         ("model = \"mlp\"", "unknown field `model`: spirals brings its own model"),
         ("hidden = [3]", "unknown field `hidden`: spirals brings its own model"),
         ("loss = \"mse\"", "unknown field `loss`: spirals brings its own loss"),

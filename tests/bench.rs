@@ -4,14 +4,15 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::harness::{events, in_parallel, run_all_refused, run_refused, run_to, some_of, words};
+use crate::harness::{
+    in_parallel, run_all_refused, run_end, run_events, run_refused, run_to, some_of, words,
+};
 
 const OPS: &str =
     "all_reduce reduce broadcast all_gather reduce_scatter gather scatter all_to_all send_recv";
 
 fn rows(args: &[&str]) -> Vec<Value> {
-    let (stdout, _) = run_to(0, &[&["bench", "--log-format=json", "--iters=3"], args].concat());
-    stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    run_events(&[&["bench", "--iters=3"], args].concat())
 }
 
 #[test]
@@ -123,10 +124,9 @@ fn bench_step_reports_its_phases_and_refuses_run_flags() {
         ("mlp", "--spawn=processes", "ddp"),
         ("cnn", "--in-features=64", "ddp"),
     ] {
-        let flags = ["--steps=30", "--nproc-per-node=2", "--log-format=json", "--model", model];
+        let flags = ["--steps=30", "--nproc-per-node=2", "--model", model];
         let more = [more, "--strategy", strategy];
-        let (stdout, _) = run_to(0, &[&["bench", "step"], &flags[..], &more].concat());
-        let row: Value = serde_json::from_str(&stdout).unwrap();
+        let row = run_end(&[&["bench", "step"], &flags[..], &more].concat());
         assert_eq!((&row["model"], &row["world_size"]), (&model.into(), &2.into()));
         let batch_size = if model == "linear" { 8 } else { 32 };
         let what = (&row["batch_size"], &row["amp"], &row["strategy"]);
@@ -159,8 +159,7 @@ fn bench_step_simulates_a_cluster() {
     let cluster = "nodes=4,gpus=2,latency=1ms,bandwidth=1Gbit/s,algorithm=ring";
     let flags = ["--steps=5", "--model=mlp", "--hidden=600,600", "--bucket-cap-mb=0.5"];
     let flags = [&["bench", "step", "--simulate-cluster", cluster], &flags[..]].concat();
-    let (stdout, _) = run_to(0, &[&flags[..], &["--log-format=json"]].concat());
-    let objects = events(&stdout);
+    let objects = run_events(&flags);
     let (step, rows) = objects.split_first().unwrap();
     // What was not said is one rank.
     assert_eq!(step["world_size"], 1);
@@ -198,7 +197,7 @@ fn bench_step_simulates_a_cluster() {
 #[test]
 fn bench_scaling_compares_with_one_rank() {
     let args = ["bench", "scaling", "--nproc-per-node=3", "--steps=3", "--repetitions=2"];
-    let rows = events(&run_to(0, &[&args[..], &["--log-format=json"]].concat()).0);
+    let rows = run_events(&args);
     assert_eq!(rows.len(), 6);
     for (rows, scaling, batches) in
         [(&rows[..3], "weak", [32, 32, 32]), (&rows[3..], "strong", [96, 48, 32])]

@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 use wait_timeout::ChildExt;
 
 use crate::flags::{ddp_mp_app, refused};
-use crate::harness::{TIMEOUT, files_below, program, repository, run, run_refused, words};
+use crate::harness::{TIMEOUT, files_below, program, repository, run_refused, run_to, words};
 
 /// What tests/data/make.py wrote, with {} for its folder.
 fn open(spec: &str, kind: TargetKind) -> ddp_mp::Result<FileDataset> {
@@ -130,19 +130,13 @@ fn write_idx(folder: &Path, part: &str, pixels: u8, labels: &[u8]) {
 fn t10k_files_are_the_validation_set_unless_overridden() {
     let folder = tempfile::tempdir().unwrap();
     let spec = format!("idx:{}", folder.path().display());
-    let train = |more: &[&str]| {
-        let dataset = format!("--dataset={spec}");
-        let args = "--loss=cross-entropy --model=mlp --lr=0 --nproc-per-node=2 --log-format=json";
-        let args: Vec<&str> =
-            args.split(' ').chain([&dataset[..]]).chain(more.iter().copied()).collect();
-        run(&args)
-    };
+    let classes = format!("--dataset={spec} --loss=cross-entropy");
     // Nothing is learned, so the loss of the same samples is the same.
     let labels = [0, 1, 2, 1, 0, 2, 2, 0];
     write_idx(folder.path(), "train", 4, &labels);
     let outcome = |more: &[&str]| {
-        let (code, stdout, stderr) = train(more);
-        assert_eq!(code, Some(0), "{stderr}");
+        let args = format!("{classes} --model=mlp --lr=0 --nproc-per-node=2 --log-format=json");
+        let (stdout, stderr) = run_to(0, &[&words(&args)[..], more].concat());
         let event = |name: &str| {
             let mut events = stdout.lines().map(|line| serde_json::from_str(line).unwrap());
             events.rfind(|it: &serde_json::Value| it["event"] == name)
@@ -169,7 +163,7 @@ fn t10k_files_are_the_validation_set_unless_overridden() {
     assert!(validation.is_some() && !stderr.contains("t10k"), "{stderr}");
     // Others than those that fit.
     let refused = |reason: &str| {
-        let error = data_refused(&format!("--loss=cross-entropy --model=mlp --dataset={spec}"));
+        let error = data_refused(&classes);
         assert!(error.contains(&reason.replace("{}", &spec)), "{error}");
     };
     write_idx(folder.path(), "t10k", 6, &labels);
@@ -302,7 +296,7 @@ fn files_of_other_kinds_are_named_in_the_place_of_every_format() {
 fn files_of_a_checkpoint_that_are_git_lfs_pointers_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
-    assert_eq!(run(&["--max-epochs=1", "--nproc-per-node=1", &dir]).0, Some(0));
+    run_to(0, &["--max-epochs=1", "--nproc-per-node=1", &dir]);
     let step = fs::canonicalize(folder.path().join("run/step-00000128")).unwrap();
     let resume = format!("--resume={}", step.display());
     for (name, args) in [

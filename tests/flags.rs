@@ -4,6 +4,7 @@
 use std::ffi::OsString;
 use std::fs;
 use std::os::unix::ffi::OsStringExt;
+use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -209,6 +210,16 @@ fn wrong_value_of_any_flag_is_refused_by_name() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// The exit code of a command line, and what it says on stderr. What is refused at once needs no process.
+fn outcome(folder: &Path, args: &[String]) -> (Option<i32>, String) {
+    if let Some(text) = said(args.iter().map(OsString::from)) {
+        return (Some(2), text);
+    }
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let (code, _, stderr) = run_command(program_in(folder, &args));
+    (code, stderr)
+}
+
 #[test]
 fn extreme_value_of_any_flag_runs_or_is_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
@@ -222,21 +233,11 @@ fn extreme_value_of_any_flag_runs_or_is_refused_by_name() {
     let kept = all.len() / 12;
     let wrong = Mutex::new(Vec::new());
     in_parallel(&some_of(all, kept), |Case { args, flag, .. }| {
-        // What is refused at once needs no process.
-        let result = match said(args.iter().map(OsString::from)) {
-            Some(text) => (Some(2), text),
-            None => {
-                let own = tempfile::tempdir_in(&folder).unwrap();
-                for name in ["a file", "a folder", "a text", "trained"] {
-                    std::os::unix::fs::symlink(folder.path().join(name), own.path().join(name))
-                        .unwrap();
-                }
-                let args: Vec<&str> = args.iter().map(String::as_str).collect();
-                let (code, _, stderr) = run_command(program_in(&own, &args));
-                (code, stderr)
-            }
-        };
-        let (code, text) = result;
+        let own = tempfile::tempdir_in(&folder).unwrap();
+        for name in ["a file", "a folder", "a text", "trained"] {
+            std::os::unix::fs::symlink(folder.path().join(name), own.path().join(name)).unwrap();
+        }
+        let (code, text) = outcome(own.path(), args);
         if !(code == Some(0) || code == Some(2) && text.contains(flag)) || text.contains("panicked")
         {
             wrong.lock().unwrap().push(format!("{args:?}: {code:?}: {text}"));
@@ -296,15 +297,7 @@ fn random_flags_together_run_or_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let [from, to] = [repository("tests/data/plain.csv"), folder.path().join("plain.csv")];
         fs::copy(&from, &to).unwrap();
-        let args: Vec<&str> = line.iter().map(String::as_str).collect();
-        // What is refused at once needs no process.
-        let (code, stderr) = match said(line.iter().map(OsString::from)) {
-            Some(text) => (Some(2), text),
-            None => {
-                let (code, _, stderr) = run_command(program_in(&folder, &args));
-                (code, stderr)
-            }
-        };
+        let (code, stderr) = outcome(folder.path(), line);
         let is_told = match code {
             Some(0) => true,
             Some(1) => stderr.contains("ddp-mp: "),

@@ -151,7 +151,7 @@ fn forks() {
                 }
             });
         }
-        for _ in 0..300 {
+        for _ in 0..100 {
             let mut child = Command::new("true");
             // SAFETY: glibc's malloc works in a child of fork, and so must libtorch's allocator. The alarm ends a child
             // that waits for ever.

@@ -12,7 +12,6 @@ use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
-use crate::flags::refused;
 use crate::harness::{TIMEOUT, program, run, run_refused, run_to, some_of};
 use wait_timeout::ChildExt;
 
@@ -185,10 +184,6 @@ fn sample_refuses_wrong_input() {
     ] {
         let stderr = run_refused(&[&["sample"], flags].concat());
         assert!(stderr.contains(problem) && stderr.lines().count() < 12, "{stderr}");
-    }
-    for wrong in ["--temperature=-1", "--temperature=nan", "--top-k=0", "--num-tokens=-1"] {
-        let error = refused(&format!("sample {checkpoint} {wrong}"));
-        assert!(error.contains(wrong.split('=').next().unwrap()), "{error}");
     }
 }
 
