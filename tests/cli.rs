@@ -124,11 +124,8 @@ fn deleted_working_directory_is_named() {
 
 #[test]
 fn stall_warning_that_never_comes_is_refused() {
-    for warning in ["5s", "20s"] {
-        let expected = format!("a warning after {warning} never comes within a timeout of 1s");
-        let text = refused(&format!("--stall-warning={warning} --timeout=1s"));
-        assert!(text.contains(&expected), "{text}");
-    }
+    let text = refused("--stall-warning=20s --timeout=1s");
+    assert!(text.contains("a warning after 20s never comes within a timeout of 1s"), "{text}");
     assert_eq!(said(["--timeout=1s".into()]), None);
 }
 
