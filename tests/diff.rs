@@ -142,6 +142,7 @@ fn equal_runs_have_equal_records_and_the_bits_of_a_run_without() {
         ("processes.record", &["--spawn=processes"][..]),
         ("shared.record", &["--share-model"]),
         ("zero.record", &["--zero", "--spawn=processes"]),
+        ("overlap.record", &["--simulate-cluster=bandwidth=10Gbit/s,latency=10us"]),
     ] {
         assert_eq!(hash(Some(name), args), none, "{args:?}");
         let stdout = diff_equal(folder, "a.record", name);
