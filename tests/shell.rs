@@ -117,7 +117,7 @@ fn quiet_keeps_results_and_failures() {
         assert!(stderr.starts_with("ddp-mp: rank 1 (CPU:1) failed in"), "{stderr}");
     }
     // A rank that the others wait for, and the explanation that was asked for.
-    let slow = ["--inject-fault=slow=2s:rank=1,at=step,step=2", "--stall-warning=200ms"];
+    let slow = ["--inject-fault=slow=2000ms:rank=1,at=step,step=2", "--stall-warning=200ms"];
     let slow = [&["--quiet", "--nproc-per-node=2", "--max-steps=3"][..], &slow].concat();
     let (_, stderr) = run_to(0, &slow);
     assert!(stderr.contains("rank 1 has not entered all_reduce"), "{stderr}");
