@@ -6,10 +6,10 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::flags::{refused, said};
+use crate::flags::refused;
 use crate::harness::{
     as_torchrun, events, files_below, program, program_in, program_under, repository, run,
-    run_command_to, run_end, run_events, run_to, some_of, words,
+    run_command_to, run_end, run_events, run_to, said, some_of, words,
 };
 
 /// What is printed for help and for mistakes: tests/cmd/*.trycmd.

@@ -6,10 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::flags::ddp_mp_app;
 use crate::harness::{
-    assert_generated, files_below, free_port, in_parallel, program_in, repository, run_command_to,
-    runs_every_case, some_of, words,
+    assert_generated, ddp_mp_app, files_below, free_port, in_parallel, program_in, repository,
+    run_command_to, runs_every_case, some_of, words,
 };
 
 /// README.md and the pages of the book, in the order of their paths. README.zh.md has the code blocks of README.md:

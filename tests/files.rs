@@ -9,8 +9,10 @@ use ddp_mp::{Dataset, DatasetSpec, Error, FileDataset, TargetKind, Targets};
 use tch::{Device, Kind, Tensor};
 use wait_timeout::ChildExt;
 
-use crate::flags::{ddp_mp_app, refused};
-use crate::harness::{TIMEOUT, files_below, program, repository, run_refused, run_to, words};
+use crate::flags::refused;
+use crate::harness::{
+    TIMEOUT, ddp_mp_app, files_below, program, repository, run_refused, run_to, words,
+};
 
 /// What tests/data/make.py wrote, with {} for its folder.
 fn open(spec: &str, kind: TargetKind) -> ddp_mp::Result<FileDataset> {
