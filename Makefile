@@ -40,11 +40,8 @@ LIBTORCH_FOLDER = $(or $(LIBTORCH),$(if $(LIBTORCH_USE_PYTORCH),$(shell python3 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
 
-# While libtorch is fetched, cargo compiles what does not need it, and stops there. What is wrong the second build says.
-build: cargo ## build the program
+build: cargo libtorch ## build the program
 	@[ -e $(PROGRAM) ] || echo "Building ddp-mp; the first time takes less than 4 minutes on two cores." >&2
-	@cargo build --release --keep-going --quiet >/dev/null 2>&1 & compiler=$$!; \
-	    $(MAKE) --no-print-directory libtorch; code=$$?; kill $$compiler 2>/dev/null; wait $$compiler; exit $$code
 	cargo build --release
 
 run: build ## build and run the demo; its flags: make run ARGS="--help"

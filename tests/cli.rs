@@ -6,9 +6,8 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::flags::refused;
 use crate::harness::{
-    as_torchrun, events, files_below, program, program_in, program_under, repository, run,
+    as_torchrun, events, files_below, program, program_in, program_under, refused, repository, run,
     run_command_to, run_end, run_events, run_to, said, some_of, words,
 };
 

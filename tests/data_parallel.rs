@@ -1,9 +1,8 @@
 //! The old way, to compare: DDP's results, and all that goes through rank 0.
 
-use std::ffi::OsString;
 use std::sync::Mutex;
 
-use crate::harness::{in_parallel, last_event, run, run_end, said, some_of};
+use crate::harness::{in_parallel, last_event, refused, run, run_end, some_of};
 
 #[test]
 fn data_parallel_has_the_bits_of_ddp() {
@@ -90,8 +89,7 @@ fn ddp_options_are_refused() {
         ("--sync-batch-norm", "needs --strategy ddp; remove it, or use that strategy"),
         ("--amp=fp16", "fp16 needs --strategy ddp"),
     ] {
-        let args = ["--strategy=dp", "--model=cnn", "--in-features=64", flags];
-        let said = said(args.map(OsString::from)).unwrap();
+        let said = refused(&format!("--strategy=dp --model=cnn --in-features=64 {flags}"));
         let told = format!("{}: {needs}", flags.split('=').next().unwrap());
         assert!(said.starts_with(&told) && said.lines().count() == 1, "{said}");
     }

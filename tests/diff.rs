@@ -8,10 +8,9 @@ use ddp_mp::commands::{self, DiffFlags};
 use ddp_mp::views::{LogFormat, Printer};
 use serde_json::Value;
 
-use crate::flags::refused;
 use crate::harness::{
-    events, in_parallel, program_in, run_command, run_command_to, run_end, runs_every_case,
-    some_of, words,
+    events, in_parallel, program_in, refused, run_command, run_command_to, run_end,
+    runs_every_case, some_of, words,
 };
 
 /// A model with parameters and buffers, which trains in a fraction of a second.

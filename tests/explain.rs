@@ -6,8 +6,9 @@ use ddp_mp::DistributedSampler;
 use serde_json::Value;
 use textwrap::core::display_width;
 
-use crate::flags::refused;
-use crate::harness::{last_event, program, run, run_command_to, run_refused, run_to, some_of};
+use crate::harness::{
+    last_event, program, refused, run, run_command_to, run_refused, run_to, some_of,
+};
 
 const TWO: [&str; 2] = ["--nproc-per-node=2", "--explain"];
 

@@ -9,9 +9,8 @@ use ddp_mp::{Dataset, DatasetSpec, Error, FileDataset, TargetKind, Targets};
 use tch::{Device, Kind, Tensor};
 use wait_timeout::ChildExt;
 
-use crate::flags::refused;
 use crate::harness::{
-    TIMEOUT, ddp_mp_app, files_below, program, repository, run_refused, run_to, words,
+    TIMEOUT, ddp_mp_app, files_below, program, refused, repository, run_refused, run_to, words,
 };
 
 /// What tests/data/make.py wrote, with {} for its folder.

@@ -12,8 +12,8 @@ use clap::{Arg, Command};
 use ddp_mp::config::{Advice, all_advice};
 
 use crate::harness::{
-    ddp_mp_app, in_parallel, program, program_in, repository, run_command, run_command_to, said,
-    some_of, words,
+    ddp_mp_app, in_parallel, program, program_in, refused, repository, run_command, run_command_to,
+    said, some_of, words,
 };
 use crate::mutated::{Chance, TEXTS, inputs};
 
@@ -182,11 +182,6 @@ fn cases(of: fn(Takes) -> &'static [&'static str]) -> Vec<Case> {
     }
     assert!(cases.len() > 100);
     cases
-}
-
-/// The error of a command line that is refused before anything is run.
-pub(crate) fn refused(line: &str) -> String {
-    said(words(line).into_iter().map(OsString::from)).unwrap_or_else(|| panic!("accepted: {line}"))
 }
 
 #[test]

@@ -236,13 +236,19 @@ pub(crate) fn said(args: impl IntoIterator<Item = OsString>) -> Option<String> {
     }
 }
 
-/// Checks that these command lines are refused with these texts. The program runs only where reading them finds nothing.
+/// The error of a command line that must be refused. The program runs only where reading the line finds nothing.
+#[track_caller]
+pub(crate) fn refused(line: &str) -> String {
+    let args = words(line);
+    said(args.iter().map(OsString::from)).unwrap_or_else(|| run_refused(&args))
+}
+
+/// Checks that these command lines are refused with these texts.
 #[track_caller]
 pub(crate) fn run_all_refused(cases: &[(&str, &str)]) {
     for (line, reason) in cases {
-        let args = words(line);
-        let said = said(args.iter().map(OsString::from)).unwrap_or_else(|| run_refused(&args));
-        assert!(said.contains(reason), "{line}: {said}");
+        let error = refused(line);
+        assert!(error.contains(reason), "{line}: {error}");
     }
 }
 

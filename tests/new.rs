@@ -11,8 +11,7 @@ use ddp_mp::commands::{self, NewFlags};
 use ddp_mp::views::{LogFormat, Printer};
 use toml::Table;
 
-use crate::flags::refused;
-use crate::harness::{files_below, repository, run, run_refused, run_to};
+use crate::harness::{files_below, refused, repository, run, run_refused, run_to};
 
 fn table(file: &Path) -> Table {
     fs::read_to_string(file).unwrap().parse().unwrap()

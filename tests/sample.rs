@@ -2,7 +2,6 @@
 
 use std::io::Read;
 use std::process::Stdio;
-use std::sync::LazyLock;
 
 use ddp_mp::checkpoint::{CheckpointDir, Snapshot, TrainerState};
 use ddp_mp::ffi::fork_rng;
@@ -103,8 +102,8 @@ fn wrong_options_are_refused() {
     assert!(error.contains("index out of range"), "{error}");
 }
 
-/// The folder of a small gpt that was trained for a few steps, and what `sample` takes to read it.
-static TRAINED: LazyLock<(TempDir, String)> = LazyLock::new(|| {
+/// Trains a small gpt for a few steps, and returns its folder and what `sample` takes to read it.
+fn trained() -> (TempDir, String) {
     let temporary = tempfile::tempdir().unwrap();
     let folder = temporary.path();
     let text = folder.join("text.txt");
@@ -117,7 +116,7 @@ static TRAINED: LazyLock<(TempDir, String)> = LazyLock::new(|| {
     run_to(0, &[&model[..], &more].concat());
     let checkpoint = format!("--checkpoint={saved}");
     (temporary, checkpoint)
-});
+}
 
 #[test]
 fn model_without_finite_logits_is_an_error() {
@@ -135,7 +134,7 @@ fn model_without_finite_logits_is_an_error() {
 
 #[test]
 fn sample_continues_the_prompt_without_control_characters_and_follows_its_seed() {
-    let (_folder, checkpoint) = &*TRAINED;
+    let (_folder, checkpoint) = &trained();
     let text = |flags: &[&str]| {
         let (code, stdout, stderr) = run(&[&["sample", checkpoint], flags].concat());
         assert_eq!((code, &stderr[..]), (Some(0), ""), "{stdout}");
@@ -154,7 +153,7 @@ fn sample_continues_the_prompt_without_control_characters_and_follows_its_seed()
 
 #[test]
 fn sample_ends_when_nobody_reads() {
-    let (_folder, checkpoint) = &*TRAINED;
+    let (_folder, checkpoint) = &trained();
     let mut command = program(&["sample", checkpoint, "--num-tokens=1000000000"]);
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
     let mut first = [0; 4];
@@ -168,7 +167,7 @@ fn sample_ends_when_nobody_reads() {
 
 #[test]
 fn sample_refuses_wrong_input() {
-    let (folder, checkpoint) = &*TRAINED;
+    let (folder, checkpoint) = &trained();
     let linear = folder.path().join("linear");
     let linear = linear.to_str().unwrap();
     run_to(0, &[&format!("--checkpoint-dir={linear}"), "--nproc-per-node=1"]);

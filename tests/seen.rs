@@ -339,7 +339,7 @@ fn suspension_of_all_processes_is_not_a_stall() {
         let end = last_event(&stdout);
         assert_eq!(end["straggler"]["rank"], 1, "{layout:?}: {stdout}");
         let waited = end["straggler"]["seconds"].as_f64().unwrap();
-        assert!(waited < 10.0, "{layout:?}: {stdout}");
+        assert!((3.0..10.0).contains(&waited), "{layout:?}: {stdout}");
     });
 }
 
