@@ -236,11 +236,7 @@ fn refused_output_leaves_nothing_of_the_others() {
             let path = if flag == refused { foreign.clone() } else { at(&format!("new/{flag}")) };
             format!("--{flag}={path}")
         };
-        // Two that are opened late leave the empty folder of what was opened before them.
-        let is_late = ["report", "prometheus"].contains(refused);
-        let left =
-            |flag: &&&str| is_late && *flag != refused && words("trace report").contains(*flag);
-        let flags: Vec<String> = outputs.iter().filter(|flag| !left(flag)).map(path).collect();
+        let flags: Vec<String> = outputs.iter().map(path).collect();
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         let stderr = run_refused(&[&["--nproc-per-node=1"], &flags[..]].concat());
         assert!(stderr.contains(&format!("--{refused}")), "{stderr}");

@@ -9,7 +9,7 @@ use super::report_facts::report_facts;
 use crate::config::{CommHookKind, Config, Data};
 use engine::error::{Error, Result, Shown, counted};
 use engine::events::Observers;
-use engine::files::{WholeFile, process_path};
+use engine::files::{Place, WholeFile, process_path};
 use engine::launch::{JoinedLaunch, StopRequest};
 use engine::os::limits::output_refused;
 use engine::trainer::KeepTensors;
@@ -34,7 +34,7 @@ pub(crate) struct Views(Vec<Arc<dyn View>>);
 
 impl Views {
     /// Opens all views that the options ask for. What is the same for all ranks is in the process of rank 0 alone. Calls
-    /// `open_folder` when all files have been checked: no file is left if one is refused.
+    /// `open_folder` when all files have been checked: no file and no folder is left if one is refused.
     ///
     /// # Errors
     /// [`Error::Input`] if a file cannot be written, and those of `open_folder`.
@@ -42,6 +42,26 @@ impl Views {
         run: &Opening<'_>,
         open_folder: impl FnOnce() -> Result<()>,
     ) -> Result<Self> {
+        let output = &run.config.output;
+        let paths = [
+            &output.record,
+            &output.trace,
+            &output.report,
+            &output.metrics,
+            &output.tensorboard,
+            &output.prometheus,
+        ];
+        let missing: Vec<PathBuf> =
+            paths.into_iter().flatten().flat_map(|path| Place::missing_folders(path)).collect();
+        let views = Self::open_all(run, open_folder);
+        if views.is_err() {
+            missing.iter().for_each(|folder| drop(fs::remove_dir(folder))); // those that are empty
+        }
+        views
+    }
+
+    /// Does what [`Self::open`] does, but leaves the folders that it has created if a file is refused.
+    fn open_all(run: &Opening<'_>, open_folder: impl FnOnce() -> Result<()>) -> Result<Self> {
         let (output, process) = (&run.config.output, run.joined_launch.process());
         let is_first = run.joined_launch.is_first();
         let here = |path: &Option<PathBuf>| path.clone().filter(|_| is_first);

@@ -54,6 +54,12 @@ impl Place {
         }
     }
 
+    /// Returns what does not exist of `path` and the folders above it, the lowest first.
+    pub fn missing_folders(path: &Path) -> Vec<PathBuf> {
+        let Self { path, .. } = Self::of(path);
+        path.ancestors().take_while(|folder| !folder.exists()).map(Path::to_path_buf).collect()
+    }
+
     /// Returns the path without links and `..`.
     pub(crate) fn into_path(self) -> PathBuf {
         self.path
