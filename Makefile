@@ -42,7 +42,7 @@ help: ## list the targets
 
 build: cargo libtorch ## build the program
 	@[ -e $(PROGRAM) ] || echo "Building ddp-mp; the first time takes less than 4 minutes on two cores." >&2
-	cargo build --release
+	cargo build --release --bin ddp-mp
 
 run: build ## build and run the demo; its flags: make run ARGS="--help"
 	@cargo run --release --quiet -- $(ARGS)

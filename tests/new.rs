@@ -52,6 +52,8 @@ fn project_has_the_versions_and_the_profile_of_the_clone() {
         let config = table(&project.join(".cargo/config.toml"));
         let libtorch = Path::new(text(&config, &["env", "LIBTORCH"]));
         assert!(libtorch.join("lib/libtorch_cpu.so").exists(), "{}", libtorch.display());
+        let ours = table(&clone.join(".cargo/config.toml"));
+        assert_eq!(config["env"]["CXXFLAGS"], ours["env"]["CXXFLAGS"]);
         let build_script = repository("assets/project/build.rs");
         assert_eq!(fs::read(project.join("build.rs")).unwrap(), fs::read(build_script).unwrap());
     }

@@ -7,6 +7,7 @@ that do not start the program, and runs no unit tests again that have passed sin
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -15,13 +16,19 @@ import subprocess
 import sys
 import threading
 
-CRATES = ["ddp-mp-engine", "ddp-mp-views", "ddp-mp"]
-# Of all crates at once: of one alone cargo would build the dependencies again, with other features. Unit tests compile in a
-# third of the time without optimization.
-UNIT_TESTS = ["--lib", *(f"--config=profile.release.package.{crate}.opt-level=0" for crate in CRATES)]
-# Compiles each function that has changed, and no other.
-FAST = [*UNIT_TESTS, "--test=tests", "--config=profile.release.package.ddp-mp-engine.codegen-units=256"]
 INTEGRATION_TESTS = ["--package=ddp-mp-tests", "--test=tests"]
+# With the package of the integration tests: cargo has one set of features for all packages of a command, so it compiles no
+# dependency again. The tests of the engine compile in a third of the time without optimization; those of the other
+# crates use the engine of the program.
+UNIT_TESTS = ["--package=ddp-mp-tests", "--lib"]
+ENGINE_TESTS = [*UNIT_TESTS, "--package=ddp-mp-engine", "--config=profile.release.package.ddp-mp-engine.opt-level=0"]
+OTHER_TESTS = [*UNIT_TESTS, "--package=ddp-mp-views", "--package=ddp-mp"]
+# Compiles each function that has changed, and no other.
+CRATES = ["ddp-mp-engine", "ddp-mp-views", "ddp-mp"]
+FAST = [
+    *("--lib", "--test=tests", "--config=profile.release.package.ddp-mp-engine.codegen-units=256"),
+    *(f"--config=profile.release.package.{crate}.opt-level=0" for crate in CRATES),
+]
 # Most tests wait, for a time-out or for a process.
 THREADS = 4 * len(os.sched_getaffinity(0))
 # A file beside a program whose tests have passed ends with this.
@@ -122,7 +129,8 @@ def main():
     else:
         # The integration tests run while the unit tests are compiled.
         integration = start(INTEGRATION_TESTS, arguments.filters, environment)
-        all_tests = [*integration, *start(UNIT_TESTS, [], large_stack)]
+        unit_tests = [start(tests, [], large_stack) for tests in (ENGINE_TESTS, OTHER_TESTS)]
+        all_tests = [*integration, *itertools.chain(*unit_tests)]
     passed = [tests.end() for tests in all_tests]
     if arguments.all and not arguments.filters:
         print("The tests of processes once more, over TCP:", flush=True)
