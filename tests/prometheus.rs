@@ -91,7 +91,7 @@ fn collector_never_reads_a_part_of_the_file() {
     let file = folder.path().join("run.prom");
     let flag = format!("--prometheus={}", file.display());
     let mut run = program(&[&flag, "--nproc-per-node=2", "--log-every=1", "--max-epochs=1000000"]);
-    let mut run = run.stdout(Stdio::null()).spawn().unwrap();
+    let mut run = run.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let (mut states, mut steps) = (Vec::new(), BTreeSet::new());
     loop {
         let has_ended = run.try_wait().unwrap();
