@@ -10,7 +10,7 @@ use ddp_mp::launch::BindChoice;
 use serde_json::Value;
 
 use crate::harness::{
-    last_event, program, program_under, run, run_command, run_command_to, run_to, some_of,
+    last_event, program, program_under, run, run_command, run_command_to, run_to, send, some_of,
 };
 
 /// Reads a list of CPUs such as `0-3,8`.
@@ -60,8 +60,10 @@ fn children(parent: u32) -> Vec<u32> {
     pids.filter(|&pid| parent_of(pid) == Some(parent)).collect()
 }
 
-/// What the program reports of the rank that stalls. By then every rank has started all its threads.
-const STALLED: &str = "; last seen in step #3 ";
+/// Whether a line reports that rank 1 has stalled. By then every rank has started all its threads.
+fn says_stalled(line: &str) -> bool {
+    line.starts_with("  rank 1 ") && line.contains(" last seen in step #3 ")
+}
 
 /// Runs two ranks until one has stalled in a step, and returns the threads of all processes then.
 fn threads_of_a_run(
@@ -77,18 +79,24 @@ fn threads_of_a_run(
     command.env("OMP_PROC_BIND", proc_bind);
     command.env("OMP_NUM_THREADS", threads_per_rank).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
-    let mut told = String::new();
+    let mut told = Vec::new();
     for line in BufReader::new(child.stderr.take().unwrap()).lines() {
-        told += &line.unwrap();
-        if told.contains(STALLED) {
+        let line = line.unwrap();
+        // On a busy machine ranks are missed before one stalls. Then the program is asked again what they do.
+        let asks = line.contains(" has not ended for ") || line.starts_with("  rank 1 last seen ");
+        told.push(line);
+        if says_stalled(&told[told.len() - 1]) {
             break;
+        }
+        if asks {
+            send("USR2", child.id());
         }
     }
     let pids = [vec![child.id()], children(child.id())].concat();
     let threads = pids.into_iter().flat_map(threads).collect();
     child.kill().unwrap();
     child.wait().unwrap();
-    assert!(told.contains(STALLED), "{told}");
+    assert!(told.last().is_some_and(|line| says_stalled(line)), "{told:?}");
     threads
 }
 

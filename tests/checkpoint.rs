@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, PipeReader, PipeWriter, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 use ddp_mp::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TensorFile, TrainerState};
@@ -24,7 +25,7 @@ use tempfile::TempDir;
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    TIMEOUT, in_parallel, output, program, run, runs_every_case, send, some_of, try_ranks,
+    Reading, TIMEOUT, in_parallel, output, program, run, runs_every_case, send, some_of, try_ranks,
 };
 
 /// What a run came to.
@@ -230,7 +231,7 @@ fn second_signal_ends_the_process_at_once() {
         assert_eq!(child.wait_timeout(Duration::from_millis(300)).unwrap(), None);
         // A termination that comes at once may be the same request, of a launcher's agent.
         let (tries, moment) =
-            if signal == "INT" { (1, TIMEOUT) } else { (100, Duration::from_millis(200)) };
+            if signal == "INT" { (1, TIMEOUT) } else { (1000, Duration::from_millis(200)) };
         let status = (0..tries).find_map(|_| {
             send(signal, child.id());
             child.wait_timeout(moment).unwrap()
@@ -243,37 +244,48 @@ fn second_signal_ends_the_process_at_once() {
 /// Schedulers send SIGUSR1. Without a handler it kills a process, and handlers come after libtorch's constructors.
 #[test]
 fn signal_before_the_handlers_is_not_lost() {
-    for spawn in ["--spawn=threads", "--spawn=processes"] {
-        let both = 1 << (Signal::USR1.as_raw() - 1) | 1 << (Signal::USR2.as_raw() - 1);
-        // Returns a process that holds the signals. On a machine under load that moment may be missed.
-        let held = (0..20).find_map(|_| {
-            #[allow(clippy::zombie_processes)] // it is waited for below
-            let mut child = start("--num-samples=65536 --max-epochs=100", &[spawn]);
-            loop {
-                let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
-                let signals = |set: &str| {
-                    let line = status.lines().find_map(|line| line.strip_prefix(set)).unwrap();
-                    u64::from_str_radix(line.trim(), 16).unwrap()
-                };
-                if signals("SigBlk:") & both == both {
-                    return Some(child);
-                }
-                if signals("SigCgt:") & both != 0 {
-                    child.kill().unwrap();
-                    child.wait().unwrap();
-                    return None;
-                }
-                std::thread::yield_now();
-            }
-        });
-        let child = held.expect("it does not hold the signals until it handles them");
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("config");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let config = format!("--config={}", pipe.display());
+    let both = 1 << (Signal::USR1.as_raw() - 1) | 1 << (Signal::USR2.as_raw() - 1);
+    for more in [&["--spawn=threads", &config][..], &["--spawn=processes"]] {
+        let args = arguments("--num-samples=65536 --max-epochs=100", more);
+        // It stays before its handlers until the test goes on: with threads it waits for its configuration, and with
+        // processes it says where they run, in a pipe that is full.
+        let (reader, writer) = full_pipe();
+        let mut child = program(&args).stdout(Stdio::null()).stderr(writer).spawn().unwrap();
+        let holds_both = || {
+            let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
+            let held = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap();
+            u64::from_str_radix(held.trim(), 16).unwrap() & both == both
+        };
+        while !holds_both() {
+            thread::yield_now();
+        }
         send("USR2", child.id());
         send("USR1", child.id());
-        let output = output(child);
-        let stderr = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(0), "{spawn}: {stderr}");
-        assert!(stderr.contains("stopped by SIGUSR1 after "), "{spawn}: {stderr}");
+        let stderr = Reading::of(reader);
+        if more.contains(&&*config) {
+            // It waits for its reader: not here, if there is none.
+            let pipe = pipe.clone();
+            thread::Builder::new().spawn(move || fs::write(pipe, "")).unwrap();
+        }
+        let ended = child.wait_timeout(TIMEOUT).unwrap();
+        child.kill().unwrap();
+        let stderr = String::from_utf8(stderr.end()).unwrap();
+        assert_eq!(ended.expect("it ends").code(), Some(0), "{more:?}: {stderr}");
+        assert!(stderr.contains("stopped by SIGUSR1 after "), "{more:?}: {stderr}");
     }
+}
+
+/// Returns a pipe in which nothing can be written before something is read.
+fn full_pipe() -> (PipeReader, PipeWriter) {
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    rustix::io::ioctl_fionbio(&writer, true).unwrap();
+    while writer.write(&[b'\n'; 4096]).is_ok() {}
+    rustix::io::ioctl_fionbio(&writer, false).unwrap();
+    (reader, writer)
 }
 
 /// As often as `KILLS` says, if it is set: `KILLS=500 cargo test --release run_killed_at_any_moment`.
@@ -285,6 +297,7 @@ fn run_killed_at_any_moment_resumes_to_the_same_bits() {
     let args = "--num-samples=16384 --model=mlp --hidden=32 --optimizer=adamw --max-epochs=6";
     let whole = train(args, &[]);
     let (folder, dir) = folder();
+    let latest = folder.path().join("run/latest");
     let (mut resumed, mut random) = (0, 1u64);
     for round in 0..rounds {
         let mut child = start(args, &[&dir, "--save-every=7", "--resume=auto"]);
@@ -298,6 +311,11 @@ fn run_killed_at_any_moment_resumes_to_the_same_bits() {
             _ => "\"event\":\"epoch\"",
         };
         while !text.contains(awaited) && stdout.read_line(&mut text).unwrap() > 0 {}
+        // A thread writes the checkpoints.
+        let awaits_one = awaited.contains("epoch");
+        while awaits_one && !latest.exists() && child.try_wait().unwrap().is_none() {
+            thread::yield_now();
+        }
         let moment = Duration::from_millis((random >> 33) % 200);
         let ended = child.wait_timeout(moment).unwrap();
         let _ = child.kill();

@@ -61,14 +61,15 @@ fn end_event_has_the_bytes_of_each_rank() {
     assert!((*most as f64) < 1.1 * *least as f64, "{sent:?} {received:?}");
 }
 
+/// Long: it waits for a time-out.
 #[test]
 fn failing_rank_ends_the_run() {
     let all = (0..3).flat_map(|rank| ["error", "panic", "stall"].map(|kind| (rank, kind)));
-    for (rank, kind) in some_of(all, 5) {
+    in_parallel(&some_of(all, 5), |&(rank, kind)| {
         let fault = format!("--inject-fault={kind}:rank={rank},at=step,step=3");
         let flags = ["--strategy=dp", "--nproc-per-node=3", "--log-format=json", &fault];
         // Only a stall is found by waiting.
-        let (timeout, grace) = if kind == "stall" { ("4s", "500ms") } else { ("1h", "1h") };
+        let (timeout, grace) = if kind == "stall" { ("8s", "500ms") } else { ("1h", "1h") };
         let times = [format!("--timeout={timeout}"), format!("--grace-period={grace}")];
         let (code, stdout, stderr) = run(&[&flags[..], &[&times[0], &times[1]]].concat());
         assert_eq!(code, Some(1), "{fault}: {stderr}");
@@ -76,7 +77,7 @@ fn failing_rank_ends_the_run() {
         assert_eq!(failure["event"], "failure", "{fault}");
         assert_eq!((&failure["rank"], &failure["operation"]), (&rank.into(), &"step".into()));
         assert_eq!(failure["sequence"], 3, "{fault}");
-    }
+    });
 }
 
 #[test]

@@ -6,9 +6,9 @@ use crate::harness::run;
 use crate::shared::faults;
 
 fn everywhere(kind: &str, check: impl Fn(&str, &Value, &str) + Sync) {
-    // Only a stall is found by waiting.
+    // Only a stall is found by waiting, and the other ranks wait for each other as well.
     let times = match kind {
-        "stall" => ["--timeout=4s", "--grace-period=500ms"],
+        "stall" => ["--timeout=8s", "--grace-period=500ms"],
         _ => ["--timeout=1h", "--grace-period=1h"],
     };
     faults::everywhere(kind, 3, &times, |fault, failure, stderr| {
@@ -46,7 +46,7 @@ fn panic_on_any_rank_at_any_stage_ends_the_run() {
 fn stall_on_any_rank_at_any_stage_names_the_rank() {
     everywhere("stall", |fault, failure, stderr| {
         let error = failure["error"].as_str().unwrap();
-        assert!(error.contains(" waited 4s in "), "{fault}: {error}");
+        assert!(error.contains(" waited 8s in "), "{fault}: {error}");
         let lines: Vec<&str> = stderr.lines().collect();
         let last = lines[lines.len() - 1];
         assert!(last.contains("did not come back within 500ms; last seen: "), "{fault}: {stderr}");

@@ -5,12 +5,14 @@ use std::ffi::OsString;
 use std::fs;
 use std::io::Read;
 use std::net::TcpListener;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -26,7 +28,7 @@ use tch::nn::{self, Linear, LinearConfig, VarStore};
 use wait_timeout::ChildExt;
 
 /// Long enough for a machine under load, short enough to end a hang.
-pub(crate) const TIMEOUT: Duration = Duration::from_secs(240);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Returns a linear layer. It draws its values in turn with other tests: all threads have one generator, and some tests
 /// compare what they draw from it.
@@ -330,20 +332,41 @@ pub(crate) fn in_parallel_by<T: Sync>(at_once: usize, cases: &[T], check: impl F
     thread::scope(|scope| (0..at_once).for_each(|_| drop(scope.spawn(work))));
 }
 
-/// Returns a port that is free now, and that no other call returns. The system gives none of these ports to connections,
-/// which would take a port before its server does.
+/// Returns a port that nobody else takes before its server does: the system gives none of these to connections, no other
+/// test program has ports of this block, and no other of the last calls has returned it.
 pub(crate) fn free_port() -> u16 {
-    const FIRST: usize = 10_000;
-    const COUNT: usize = 20_000;
+    static BLOCK: LazyLock<PortBlock> = LazyLock::new(PortBlock::take);
     static CALLS: AtomicUsize = AtomicUsize::new(0);
-    // Test programs that run side by side begin at different ports.
+    // Test programs that run one after the other begin at different ports.
     let begin = std::process::id() as usize * 97;
     loop {
-        let call = CALLS.fetch_add(1, Ordering::Relaxed);
-        let port = (FIRST + (begin + call) % COUNT) as u16;
+        let call = begin + CALLS.fetch_add(1, Ordering::Relaxed);
+        let port = BLOCK.first + (call % usize::from(PortBlock::LEN)) as u16;
         if TcpListener::bind(("127.0.0.1", port)).is_ok() {
             return port;
         }
+    }
+}
+
+/// Ports that this process has for itself, until it ends.
+struct PortBlock {
+    first: u16,
+    /// A name that the system lets one process have.
+    _name: UnixListener,
+}
+
+impl PortBlock {
+    const LEN: u16 = 500;
+
+    /// Takes a block that no other test program has. They lie below the ports of connections, and below the port that the
+    /// program takes by default.
+    fn take() -> Self {
+        let take = |first: u16| {
+            let name = SocketAddr::from_abstract_name(format!("ddp-mp test ports {first}")).ok()?;
+            Some(Self { first, _name: UnixListener::bind_addr(&name).ok()? })
+        };
+        let mut blocks = (10_000..29_000).step_by(Self::LEN.into());
+        blocks.find_map(take).expect("fewer than 38 test programs run")
     }
 }
 

@@ -46,7 +46,7 @@ fn open_file_limit_is_named_in_the_error() {
         let remedy = format!("this process may have {files} (ulimit -n); raise the limit");
         for args in [
             &["--nproc-per-node=2", "--num-workers=1", &dir][..],
-            &["--nproc-per-node=3", "--spawn=processes", "--timeout=40s", "--grace-period=1s"],
+            &["--nproc-per-node=3", "--spawn=processes", "--timeout=1h", "--grace-period=1m"],
         ] {
             named += usize::from(is_named(&limit, args, &remedy));
         }
@@ -82,7 +82,7 @@ fn thread_limit_is_named_and_no_process_is_left() {
         let dir = format!("--checkpoint-dir={}", folder.path().join(count.to_string()).display());
         for args in [
             &["--nproc-per-node=8", "--num-workers=1", &dir][..],
-            &["--nproc-per-node=3", "--spawn=processes", "--timeout=40s", "--grace-period=1s"],
+            &["--nproc-per-node=3", "--spawn=processes", "--timeout=1h", "--grace-period=1m"],
         ] {
             named += usize::from(is_named(&limit(count), args, "ulimit -u"));
             assert_eq!(processes_of_user(), [""; 0], "{count} {args:?}");

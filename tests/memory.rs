@@ -11,8 +11,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{
-    last_event, program, ranks, run_command, run_command_to, run_end, runs_every_case, some_of,
-    without_launcher, words,
+    TIMEOUT, last_event, program, ranks, run_command, run_command_to, run_end, runs_every_case,
+    some_of, without_launcher, words,
 };
 
 const SWITCH: &str = "DDP_MP_KEEP_MEMORY";
@@ -156,7 +156,7 @@ fn forks() {
             // that waits for ever.
             unsafe {
                 child.pre_exec(|| {
-                    libc::alarm(20);
+                    libc::alarm(TIMEOUT.as_secs() as u32 / 2);
                     drop(uninitialised(MIB));
                     libc::alarm(0);
                     Ok(())

@@ -1,9 +1,10 @@
 //! What goes from one rank to one other, and objects.
 
+use std::thread;
 use std::time::Duration;
 
 use ddp_mp::process_group::DTYPES;
-use ddp_mp::{Backend, Error, P2POp, Spawn, SpawnError};
+use ddp_mp::{Backend, Error, P2POp, ProcessGroup, Rank, Spawn, SpawnError};
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{TIMEOUT, ranks, try_ranks};
@@ -37,13 +38,22 @@ fn every_dtype_is_sent_between_every_pair_of_ranks() {
     }
 }
 
-/// What `f` ends with on ranks that wait for two seconds at most, also for each other on a busy machine.
+/// What `f` ends with on ranks, which must fail.
 fn failing(
     world_size: usize,
-    f: impl Fn(&ddp_mp::Rank, &ddp_mp::ProcessGroup) -> ddp_mp::Result<()> + Send + Sync + 'static,
+    f: impl Fn(&Rank, &ProcessGroup) -> ddp_mp::Result<()> + Send + Sync + 'static,
+) -> Box<SpawnError> {
+    failing_within(TIMEOUT, world_size, f)
+}
+
+/// As [`failing`], on ranks that wait for this long at most, also for each other at the start.
+fn failing_within(
+    timeout: Duration,
+    world_size: usize,
+    f: impl Fn(&Rank, &ProcessGroup) -> ddp_mp::Result<()> + Send + Sync + 'static,
 ) -> Box<SpawnError> {
     Spawn::new(world_size)
-        .timeout(Duration::from_secs(2))
+        .timeout(timeout)
         .grace_period(TIMEOUT)
         .run(move |rank| {
             let group = rank.init_process_group(Backend::Threaded)?;
@@ -77,11 +87,27 @@ fn tensor_mismatch_is_reported_to_both_ranks() {
 
 #[test]
 fn wait_for_a_missing_message_names_the_other_rank() {
-    // Both send first: each waits for the other.
-    let error = failing(2, |rank, group| group.send(&one(1), 1 - rank.rank(), 0));
-    let message = error.to_string();
-    assert!(message.contains("waited 2s in send #0 for rank"), "{message}");
-    assert!(message.contains("last seen: send #0"), "{message}");
+    const LIMIT: Duration = Duration::from_secs(4);
+    thread::scope(|scope| {
+        // Both send first: each waits for the other.
+        scope.spawn(|| {
+            let sends = |rank: &Rank, group: &ProcessGroup| group.send(&one(1), 1 - rank.rank(), 0);
+            let message = failing_within(LIMIT, 2, sends).to_string();
+            assert!(message.contains("waited 4s in send #0 for rank"), "{message}");
+            assert!(message.contains("last seen: send #0"), "{message}");
+        });
+        // The other is in something else.
+        scope.spawn(|| {
+            let error = failing_within(LIMIT, 2, |rank, group| match rank.rank() {
+                0 => group.recv(&mut one(0), Some(1), 0).map(drop),
+                _ => group.barrier(),
+            });
+            // Both wait, each for the other: whoever noticed first says so.
+            let message = error.to_string();
+            let is_seen = |at: &str| message.contains(&format!("last seen: {at} #0"));
+            assert!(is_seen("recv") || is_seen("barrier"), "{message}");
+        });
+    });
 
     // The other has ended.
     let error = failing(2, |rank, group| match rank.rank() {
@@ -91,15 +117,6 @@ fn wait_for_a_missing_message_names_the_other_rank() {
     let message = error.to_string();
     assert!(message.contains("rank 1 (CPU:1) ended too early"), "{message}");
     assert!(message.contains("while rank 0 was still waiting in recv #0"), "{message}");
-
-    // The other is in something else.
-    let error = failing(2, |rank, group| match rank.rank() {
-        0 => group.recv(&mut one(0), Some(1), 0).map(drop),
-        _ => group.barrier(),
-    });
-    // Both wait, each for the other: whoever noticed first says so.
-    let message = error.to_string();
-    assert!(message.contains("last seen: recv #0") || message.contains("last seen: barrier #0"));
 
     // Another one fails.
     let error = failing(3, |rank, group| match rank.rank() {

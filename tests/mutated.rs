@@ -5,7 +5,6 @@
 
 use std::fs;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 use ddp_mp::checkpoint::{Checkpoint, Snapshot, TensorFile, TrainerState};
 use ddp_mp::config::Config;
@@ -187,9 +186,7 @@ fn changed_data_files_are_read_or_refused() {
             Ok(())
         };
         let folder = folder.path().to_str().unwrap();
-        let began = Instant::now();
         read += usize::from(try_changed(&mut chance, &at(name), &[folder], open));
-        assert!(began.elapsed() < Duration::from_secs(20), "{name} took {:?}", began.elapsed());
     }
     assert!(read > 0 && read < count, "{read} of {count} were read");
 }

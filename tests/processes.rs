@@ -23,8 +23,8 @@ use tch::{Kind, Tensor};
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    TIMEOUT, as_torchrun, free_port, in_parallel, join, output, program, run, run_command,
-    run_command_to, run_end, run_to, send, shared_memory, some_of, without_launcher,
+    TIMEOUT, as_torchrun, free_port, in_parallel, join, program, run, run_command, run_command_to,
+    run_end, run_to, send, shared_memory, some_of, without_launcher,
 };
 use crate::shared::surface::{self, Surface};
 use crate::shared::{functional, groups, kinds, scene};
@@ -582,10 +582,17 @@ fn invalid_store_values_end_only_the_run() {
 
 #[test]
 fn missing_process_is_named() {
-    let waits = vec!["--timeout=10s", "--nproc-per-node=1"];
-    // The second one ends at once.
-    let (_, mut children) = start_each(&[waits.clone(), vec!["--version"], waits]);
-    assert!(output(children.remove(1)).status.success());
+    // The second one never comes. The third waits for it, from the moment when the first has said what it runs.
+    let port = free_port();
+    let start = |number: usize, timeout: &str| {
+        let mut command = program(&[timeout, "--nproc-per-node=1"]);
+        as_torchrun(&mut command, number, 3, port);
+        piped(command)
+    };
+    let first = start(0, "--timeout=1h");
+    let store = TcpStore::connect("127.0.0.1", port, TIMEOUT).unwrap();
+    store.get("ddp-mp/none/0/process/0", TIMEOUT).unwrap().expect("it waits for the others");
+    let children = vec![first, start(2, "--timeout=4s")];
     all_tell(children, 1, &["process 1 of 3 did not connect within ", "connected: 0 (on "]);
     let by_hand = ["--node-rank=0", "--master-addr=127.0.0.1"];
     let (code, _, stderr) = run(&[&by_hand[..], &["--nnodes=4000000000"]].concat());

@@ -8,7 +8,7 @@ use std::time::Duration;
 use ddp_mp::{Backend, Error, Spawn, spawn};
 use tch::{Device, Tensor};
 
-use crate::harness::{TIMEOUT, repository};
+use crate::harness::{TIMEOUT, in_parallel, repository};
 
 #[test]
 fn spawn_runs_each_rank_once_on_a_named_thread() {
@@ -158,10 +158,10 @@ fn independent_failure_is_reported_after_the_first() {
 #[test]
 fn swallowed_error_still_fails_the_run() {
     // Rank 1 comes when rank 0 has given up; what rank 0 makes of its error changes nothing.
-    for retry in [false, true] {
+    in_parallel(&[false, true], |&retry| {
         let (gave_up, wait) = crossbeam::channel::bounded::<()>(1);
         let error = Spawn::new(2)
-            .timeout(Duration::from_secs(2))
+            .timeout(Duration::from_secs(4)) // also of the rendezvous
             .run(move |rank| {
                 let group = rank.init_process_group(Backend::Threaded)?;
                 if rank.rank() == 1 {
@@ -176,9 +176,9 @@ fn swallowed_error_still_fails_the_run() {
             .unwrap_err();
         let message = error.to_string();
         assert_eq!(error.failure.rank, 1, "{message}");
-        assert!(message.contains("rank 0 waited 2s in barrier #0 for rank 1"), "{message}");
+        assert!(message.contains("rank 0 waited 4s in barrier #0 for rank 1"), "{message}");
         assert!(error.also_failed.is_empty(), "{message}");
-    }
+    });
 }
 
 #[test]

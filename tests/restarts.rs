@@ -166,14 +166,10 @@ fn folder_removed_during_the_run_is_a_warning() {
     let folder = tempfile::tempdir().unwrap();
     let run = folder.path().join("run");
     let dir = format!("--checkpoint-dir={}", run.display());
-    let args = [
-        "--nproc-per-node=2",
-        "--max-epochs=1000000",
-        "--max-restarts=1",
-        "--save-every=50",
-        "--max-seconds=60",
-    ];
-    let mut command = program(&[&args[..], &[&dir]].concat());
+    let args =
+        ["--nproc-per-node=2", "--max-epochs=1000000", "--max-restarts=1", "--save-every=50"];
+    let most = format!("--max-seconds={}", TIMEOUT.as_secs());
+    let mut command = program(&[&args[..], &[&dir, &most]].concat());
     let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     while !run.join("latest").exists() {
         assert!(child.try_wait().unwrap().is_none(), "it has ended");
@@ -273,12 +269,20 @@ fn signals_that_were_ignored_at_the_start_stay_ignored() {
 
 #[test]
 fn failure_while_stopping_is_not_restarted() {
+    // No step ends, so that the run is still stopping when a rank fails.
     let stall = "--inject-fault=stall:rank=1,at=step,step=0";
-    let (child, stdout) =
-        long_run(&["--nproc-per-node=2", "--max-restarts=3", "--timeout=5s", stall]);
+    let args = ["--nproc-per-node=2", "--max-restarts=3", "--spawn=processes", stall];
+    let (mut child, stdout) = long_run(&args);
     send("TERM", child.id());
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut told = String::new();
+    while !told.contains("SIGTERM: stopping after this step") {
+        assert!(stderr.read_line(&mut told).unwrap() > 0, "{told}");
+    }
+    let errors = Reading::of(stderr);
+    send("KILL", process_of(&child, 1).unwrap());
     let text = rest(stdout);
-    assert_eq!(end(child).0, Some(1));
+    assert_eq!(end(child).0, Some(1), "{}", String::from_utf8_lossy(&errors.end()));
     assert!(!text.contains("\"start\""), "{text}");
     assert!(text.contains("\"event\":\"failure\""), "{text}");
 }

@@ -97,7 +97,7 @@ fn wrong_input_is_reported_once_and_not_restarted() {
 
 /// A run that would go on for long, whose ranks have met; the lines it writes after that of its start.
 pub(crate) fn long_run(args: &[&str]) -> (Child, BufReader<ChildStdout>) {
-    let long = ["--max-epochs=1000000", "--grace-period=5s", "--log-format=json"];
+    let long = ["--max-epochs=1000000", "--grace-period=1m", "--log-format=json"];
     let mut command = program(&[&long, args].concat());
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut stdout = BufReader::new(child.stdout.take().unwrap());

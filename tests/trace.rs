@@ -245,10 +245,11 @@ fn concurrent_operations_have_tracks_of_their_own() {
     }
 }
 
+/// Long: it waits for a time-out.
 #[test]
 fn trace_of_a_failed_run_marks_unfinished_operations() {
     let fault = "--nproc-per-node=2 --inject-fault=stall:rank=1,at=step,step=3";
-    let (folder, _) = traced(1, &format!("{fault} --timeout=2s --grace-period=500ms"));
+    let (folder, _) = traced(1, &format!("{fault} --timeout=6s --grace-period=500ms"));
     let trace = Trace::read(&folder.path().join("new/trace.json"));
     let unfinished = |it: &&Slice| it.args["unfinished"] == true;
     let waits = trace.of("collective").find(unfinished).unwrap();

@@ -2,9 +2,11 @@
 
 use std::fs;
 use std::io;
-use std::net::TcpListener;
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::os::fd::OwnedFd;
 
 use anyhow::{Context, ensure};
+use rustix::net::{self, AddressFamily, SocketType};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -193,10 +195,19 @@ pub(super) fn traffic() -> anyhow::Result<Found> {
     Ok((Answer::Decimal(factor), numbers))
 }
 
+/// Returns a port of this machine, with a socket that keeps it from other programs. The socket does not listen, so that a
+/// store still can: both let others use their address.
+fn reserve_port() -> io::Result<(OwnedFd, u16)> {
+    let socket = net::socket(AddressFamily::INET, SocketType::STREAM, None)?;
+    net::sockopt::set_socket_reuseaddr(&socket, true)?;
+    net::bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0))?;
+    let port = SocketAddrV4::try_from(net::getsockname(&socket)?)?.port();
+    Ok((socket, port))
+}
+
 pub(super) fn two_by_two() -> anyhow::Result<Found> {
     let alone = hash(&[&["--nproc-per-node=4"]])?;
-    // Nobody listens on this port any more, and the system does not give it away again soon.
-    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let (_reserved, port) = reserve_port().context("reserving a port")?;
     let port = format!("--master-port={port}");
     let machine = |number| {
         let ranks = ["--nnodes=2", "--master-addr=127.0.0.1", "--nproc-per-node=2", &port];

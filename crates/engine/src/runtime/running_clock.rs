@@ -42,9 +42,11 @@ impl Clock {
         self.looked.fetch_max(now, Ordering::Release); // last, for who reads both
     }
 
-    /// Returns for how long the process has run when the system's clock shows `now`. Takes a lock only after a suspension.
+    /// Returns for how long the process has run when the system's clock shows `now`. Takes a lock when a tick has passed since
+    /// the last look: the process runs, even if the thread that looks has to wait for a CPU, so that no time that was shown
+    /// is taken back.
     fn ran(&self, now: u64) -> u64 {
-        if now.saturating_sub(self.looked.load(Ordering::Acquire)) >= SUSPENDED {
+        if now.saturating_sub(self.looked.load(Ordering::Acquire)) >= TICK {
             self.look(now);
         }
         now.saturating_sub(self.suspended.load(Ordering::Acquire))
@@ -93,12 +95,23 @@ mod tests {
         let clock = Clock::new();
         let ran = |millis: u64| clock.ran(millis * 1_000_000) / 1_000_000;
         let look = |millis: u64| clock.look(millis * 1_000_000);
-        assert_eq!([100, 250, 499].map(ran), [100, 250, 499]);
+        assert_eq!([50, 250, 499].map(ran), [50, 250, 499]);
         look(450);
         assert_eq!(ran(900), 900);
         // A minute of suspension: whoever looks first counts one tick of it.
-        assert_eq!([60_900, 60_901, 60_899].map(ran), [550, 551, 549]);
+        assert_eq!([60_900, 60_901, 60_899].map(ran), [1000, 1001, 999]);
         look(61_000);
-        assert_eq!([61_001, 61_400].map(ran), [651, 1050]);
+        assert_eq!([61_001, 61_400].map(ran), [1101, 1500]);
+    }
+
+    /// On a busy machine the thread that looks may get no CPU for longer than a suspension.
+    #[test]
+    fn clock_goes_on_while_others_read_it() {
+        let clock = Clock::new();
+        let times = (0..2000).step_by(99).map(|millis| (millis, clock.ran(millis * 1_000_000)));
+        times.for_each(|(millis, ran)| assert_eq!(ran, millis * 1_000_000));
+        // The last reading before a suspension is not taken back.
+        let before = clock.ran(2_070_000_000);
+        assert!(clock.ran(60_000_000_000) >= before);
     }
 }

@@ -110,16 +110,17 @@ mod tests {
 
     #[test]
     fn limit_is_that_of_the_part_that_began_last() {
-        let begins = r#"sleep 2; echo '{"begins":[" at work",1]}';"#;
+        let begins = |limit: u64| format!(r#"echo '{{"begins":[" at work",{limit}]}}';"#);
+        let [begins_long, begins_short] = [60, 1].map(begins);
         let ends = r#"echo 'NCCL INFO'; echo '{"ends":{"result":"wrong","problem":"is wrong"}}'; exec sleep 1000"#;
         for (script, result, problem) in [
             (ends.to_owned(), Verdict::Wrong, "is wrong"),
-            (format!("{begins} {ends}"), Verdict::Wrong, "is wrong"),
-            (format!("{begins} exec sleep 1000"), Verdict::Hangs, "hangs at work (1 s)"),
-            (format!("{begins} exec yes"), Verdict::Hangs, "hangs at work (1 s)"),
+            (format!("{begins_long} {ends}"), Verdict::Wrong, "is wrong"),
+            (format!("{begins_short} exec sleep 1000"), Verdict::Hangs, "hangs at work (1 s)"),
+            (format!("{begins_short} exec yes"), Verdict::Hangs, "hangs at work (1 s)"),
             (format!("printf 'half a line'; echo; {ends}"), Verdict::Wrong, "is wrong"),
             (
-                format!("{begins} kill -11 $$"),
+                format!("{begins_long} kill -11 $$"),
                 Verdict::Dies,
                 "dies at work: its process was killed by SIGSEGV",
             ),

@@ -446,13 +446,16 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(60);
 
+    /// No test waits for this long: a wait that nothing else ends hangs.
+    const EVER: Duration = Duration::from_secs(24 * 60 * 60);
+
     /// Connects two processes of one rank each, which are threads here, and runs `process` in both.
     #[allow(clippy::disallowed_methods)]
     fn in_two_processes(process: impl Fn(usize, &RunContext, Network) + Sync) {
         let store = TcpStore::serve("127.0.0.1", 0, TIMEOUT).unwrap();
         let one = |mine: usize| {
             let map = ProcessMap { processes: vec![0..1, 1..2], mine };
-            let run = Arc::new(RunContext::new(2, TIMEOUT, None));
+            let run = Arc::new(RunContext::new(2, EVER, None));
             let (store, members) = (store.under("group"), Arc::new([0, 1]));
             let network = Network::connect(store, run.clone(), members, map, None, None).unwrap();
             process(mine, &run, network);
@@ -477,20 +480,17 @@ mod tests {
         in_two_processes(|mine, run, network| {
             // Neither process sends, so the first one waits.
             let cancelled = (mine == 0).then(|| {
-                let began = std::time::Instant::now();
-                let ended = thread::scope(|scope| {
+                thread::scope(|scope| {
                     scope.spawn(|| {
                         thread::sleep(Duration::from_millis(200));
                         run.report(1, None, "it ends the run".into());
                     });
                     receive(&network)
-                });
-                (ended, began.elapsed())
+                })
             });
             both.wait(); // a process that has gone would end the wait, too
-            if let Some((cancelled, elapsed)) = cancelled {
+            if let Some(cancelled) = cancelled {
                 assert!(matches!(cancelled, Error::Cancelled { .. }), "{cancelled}");
-                assert!(elapsed < TIMEOUT / 2);
             }
         });
     }
