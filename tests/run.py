@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -58,9 +57,9 @@ class Tests:
         if "DDP_MP_TESTS" in environment:
             options.append("--include-ignored")
         environment = dict(environment, RUSTC_BOOTSTRAP="1")
-        self.process = subprocess.Popen(
-            [program, *options, *filters], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
-        )
+        # A shell that starts this in the background, and nohup, let it ignore signals that some tests send.
+        command = ["env", "--default-signal=HUP,INT", program, *options, *filters]
+        self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
         self.seconds = {}
         self.reader = threading.Thread(target=self.read)
         self.reader.start()
@@ -119,8 +118,6 @@ def main():
     environment = dict(os.environ, RES_OPTIONS="timeout:1 attempts:1")
     if arguments.all:
         environment["DDP_MP_TESTS"] = "all"
-    # A shell that starts this in the background lets it ignore SIGINT, which some tests send.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Frames are larger without optimization.
     large_stack = dict(environment, RUST_MIN_STACK=str(16 << 20))
     if arguments.fast:
