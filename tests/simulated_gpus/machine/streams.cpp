@@ -31,7 +31,6 @@ struct Stream {
   std::mutex mutex;
   std::condition_variable changed;
   struct Work {
-    const char* name;
     std::function<void()> run;
     bool is_delayed;
   };
@@ -108,7 +107,6 @@ static void serve(Stream* stream) {
       stream->queue.pop_front();
     }
     if (work.is_delayed) sleep_us(stream->delay_us + random_delay_us(stream->lane(), index++));
-    trace("GPU %d stream %d runs %s", stream->device, stream->number, work.name);
     work.run();
     work.run = nullptr;
     {
@@ -158,12 +156,10 @@ static Collectives behind(Stream* stream) {
 }
 
 void launch(Stream* stream, const char* name, std::function<void()> work) {
-  push(stream, {name, with_fault(name, stream->device, std::move(work)), true});
+  push(stream, {with_fault(name, stream->device, std::move(work)), true});
 }
 
-void enqueue(Stream* stream, const char* name, std::function<void()> work) {
-  push(stream, {name, std::move(work), false});
-}
+void enqueue(Stream* stream, std::function<void()> work) { push(stream, {std::move(work), false}); }
 
 bool is_idle(Stream* stream) {
   std::lock_guard<std::mutex> lock(stream->mutex);
@@ -176,16 +172,13 @@ static void drain(Stream* stream) {
   stream->changed.wait(lock, [&] { return stream->completed >= all; });
 }
 
-static void report_wait(int device, const char* reason, const Collectives& behind) {
-  const bool is_behind = !is_seen(behind);
-  trace("host waits for GPU %d%s: %s", device, is_behind ? " behind NCCL" : "", reason);
-  count(device, Counter::HostWaits);
-  if (is_behind) count(device, Counter::HostWaitsBehindNccl);
+static void note_wait(int device, const char* reason, const Collectives& behind) {
+  note(device, is_seen(behind) ? "host waits" : "host waits behind NCCL", reason);
 }
 
 void synchronize(Stream* stream, const char* reason) {
   const auto all = behind(stream);
-  report_wait(stream->device, reason, all);
+  note_wait(stream->device, reason, all);
   drain(stream);
   see(all);
 }
@@ -199,7 +192,7 @@ void synchronize_device(int device, const char* reason) {
   }
   Collectives collectives;
   for (auto* stream : all) merge(collectives, behind(stream));
-  report_wait(device, reason, collectives);
+  note_wait(device, reason, collectives);
   for (auto* stream : all) drain(stream);
   see(collectives);
 }
@@ -251,7 +244,7 @@ void record(Event* event, Stream* stream) {
     mark->behind = stream->behind;
   }
   const auto lag = std::chrono::microseconds(random_delay_us(~stream->lane(), index));
-  push(stream, {"event", [mark, lag] {
+  push(stream, {[mark, lag] {
     {
       std::lock_guard<std::mutex> lock(mark->mutex);
       mark->at = Clock::now();
@@ -271,7 +264,7 @@ void wait(Stream* stream, Event* event) {
   if (is_ignored) return;
   auto mark = mark_of(event);
   if (mark == nullptr) return;
-  push(stream, {"wait", [mark] { await(*mark); }, true});
+  push(stream, {[mark] { await(*mark); }, true});
   std::lock_guard<std::mutex> lock(stream->mutex);
   merge(stream->behind, mark->behind);
 }
@@ -290,20 +283,18 @@ bool is_done(Event* event) {
 void synchronize(Event* event) {
   auto mark = mark_of(event);
   if (mark == nullptr) return;
-  report_wait(event->device, "an event", mark->behind);
+  note_wait(event->device, "an event", mark->behind);
   await(*mark);
   std::this_thread::sleep_until(mark->visible);
   see(mark->behind);
 }
 
-Elapsed elapsed_ms(Event* start, Event* end, double* milliseconds) {
-  if (!start->is_timed || !end->is_timed) return Elapsed::NotTimed;
+std::optional<double> elapsed_ms(Event* start, Event* end) {
   auto from = mark_of(start), to = mark_of(end);
-  if (from == nullptr || to == nullptr) return Elapsed::NotTimed;
-  if (!is_done(start) || !is_done(end)) return Elapsed::NotDone;
+  if (!start->is_timed || !end->is_timed || from == nullptr || to == nullptr) return {};
+  if (!is_done(start) || !is_done(end)) return {};
   static const double rate = 1 + static_cast<double>(setting("SIM_CLOCK_PPM", 0)) / 1e6;
-  *milliseconds = rate * std::chrono::duration<double, std::milli>(to->at - from->at).count();
-  return Elapsed::Known;
+  return rate * std::chrono::duration<double, std::milli>(to->at - from->at).count();
 }
 
 }  // namespace sim

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <exception>
+#include <set>
 
 #include <ATen/EmptyTensor.h>
 #include <c10/core/DeviceGuard.h>
+#include <dlfcn.h>
 
 #include "plan.h"
 
@@ -72,7 +74,7 @@ void run_at_once(const c10::OperatorHandle& op, const Operator& known, Device de
       error = std::current_exception();
     }
   });
-  wait_for(stream, known.name.c_str());
+  sim::synchronize(stream, known.name.c_str());
   if (error != nullptr) std::rethrow_exception(error);
   for (size_t i = 0; i < values.size(); i++) {
     const int which = known.returned[i];
@@ -133,16 +135,25 @@ void run_later(const c10::OperatorHandle& op, const Operator& known, const Plan&
   });
 }
 
+// libtorch_cuda loads the library of these operators in the first call of one, without a lock, and then throws in the
+// threads whose call comes meanwhile. Here every call comes too early, unless the program has loaded it.
+void check_linear_algebra(const std::string& name) {
+  static const std::set<std::string> needing = {"aten::linalg_qr", "aten::linalg_inv_ex", "aten::linalg_cholesky_ex",
+                                                "aten::linalg_lu_factor_ex", "aten::_linalg_svd", "aten::_linalg_eigh"};
+  if (needing.count(name) == 0) return;
+  TORCH_CHECK(dlopen("libtorch_cuda_linalg.so", RTLD_NOW | RTLD_NOLOAD) != nullptr,
+              "lazy wrapper should be called at most once");
+}
+
 }  // namespace
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto& known = describe(op);
-  load_linear_algebra_for(known.name);
+  check_linear_algebra(known.name);
   const auto count = static_cast<long>(op.schema().arguments().size());
   std::vector<IValue> arguments(stack->end() - count, stack->end());
   const Device device = common_device(known, arguments);
   c10::DeviceGuard guard(device);
-  check_device(device.index());
   auto* stream = sim::current_stream(device.index());
   if (known.is_view) {
     torch::jit::drop(*stack, static_cast<size_t>(count));

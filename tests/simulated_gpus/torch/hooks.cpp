@@ -11,7 +11,6 @@ namespace {
 struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     const int device = sim::current_device();
-    check_device(device);
     if (size == 0) return {nullptr, nullptr, &sim::release, cuda(device)};
     void* memory = sim::allocate(device, sim::current_stream(device), size);
     return {memory, memory, &sim::release, cuda(device)};
@@ -27,7 +26,6 @@ struct DeviceMemory final : c10::Allocator {
 struct PinnedMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     void* memory = sim::allocate_pinned(size);
-    TORCH_CHECK(memory != nullptr, "CUDA error: out of memory");
     return {memory, memory, &sim::release_pinned, c10::kCPU};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &sim::release_pinned; }

@@ -69,8 +69,7 @@ void record_stream(Tensor& self, at::Stream stream) {
 
 at::Scalar local_scalar(const Tensor& self) {
   c10::DeviceGuard guard(self.device());
-  check_device(self.device().index());
-  wait_for(sim::current_stream(self.device().index()), "a number");
+  sim::synchronize(sim::current_stream(self.device().index()), "a number");
   BareKernels bare;
   sim::Access access;
   return alias_on_cpu(self).item();

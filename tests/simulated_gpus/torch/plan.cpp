@@ -2,6 +2,7 @@
 
 #include "plan.h"
 
+#include <sstream>
 #include <unordered_map>
 
 namespace sim_torch {
@@ -51,39 +52,22 @@ void run_on_cpu(const c10::OperatorHandle& op, std::vector<IValue>& stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
 }
 
-// Everything that the shapes of results can depend on.
-static void add_to_key(std::string& key, const IValue& value) {
-  if (value.isBool()) {
-    key += value.toBool() ? "t;" : "f;";
-  } else if (value.isInt()) {
-    key += "i" + std::to_string(value.toInt()) + ";";
-  } else if (value.isScalar()) {
-    key += "s" + std::to_string(static_cast<int>(value.toScalar().type())) + ";";  // not the value of a float
-  } else if (value.isIntList()) {
-    for (auto number : value.toIntVector()) key += std::to_string(number) + ",";
-    key += ";";
-  } else if (value.isBoolList()) {
-    for (bool each : value.toBoolList()) key += each ? "1" : "0";
-    key += ";";
-  } else if (value.isString()) {
-    key += value.toStringRef() + ";";
-  } else if (value.isList() && !value.isTensorList()) {
-    for (const IValue& each : value.toListRef()) {
-      if (!each.isTensor()) add_to_key(key, each);
-    }
-    key += "];";
-  } else if (value.isNone()) {
-    key += "-;";
-  }
+// Adds all that the shapes of results can depend on.
+static void add_to_key(std::ostringstream& key, const IValue& value) {
+  bool has_tensors = false;
   map_tensors(value, [&](const Tensor& tensor) {
-    key += tensor.is_cuda() ? "T" : tensor.unsafeGetTensorImpl()->is_wrapped_number() ? "W" : "C";
-    key += std::to_string(static_cast<int>(tensor.scalar_type()));
-    for (auto size : tensor.sizes()) key += "," + std::to_string(size);
-    key += "/";
-    for (auto stride : tensor.strides()) key += "," + std::to_string(stride);
+    has_tensors = true;
+    const bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
+    key << (tensor.is_cuda() ? "T" : is_number ? "W" : "C") << tensor.dtype() << tensor.sizes() << tensor.strides();
     return tensor;
   });
-  key += "|";
+  // Of a number that is no shape only the type counts.
+  if (value.isScalar() && !value.isInt() && !value.isBool()) {
+    key << value.toScalar().type();
+  } else if (!has_tensors && !value.isGenerator()) {
+    key << value;
+  }
+  key << "|";
 }
 
 static bool is_any_alias(const std::vector<Tensor>& results, const std::vector<IValue>& arguments) {
@@ -138,15 +122,16 @@ std::shared_ptr<const Plan> plan_for(const c10::OperatorHandle& op, const Operat
                                      const std::vector<IValue>& arguments, const at::Generator* generator) {
   static std::mutex mutex;
   static auto* plans = new std::unordered_map<std::string, std::shared_ptr<const Plan>>;
-  std::string key = known.name + ":";
-  for (auto& argument : arguments) add_to_key(key, argument);
+  std::ostringstream text;
+  text << known.name << ":";
+  for (auto& argument : arguments) add_to_key(text, argument);
+  const auto key = text.str();
   if (generator == nullptr) {
     std::lock_guard<std::mutex> lock(mutex);
     auto found = plans->find(key);
     if (found != plans->end()) return found->second;
   }
   auto plan = std::make_shared<const Plan>(make_plan(op, known, arguments, generator));
-  sim::trace("planned %s: %s", key.c_str(), plan->is_known ? "known" : "runs at once");
   std::lock_guard<std::mutex> lock(mutex);
   (*plans)[key] = plan;
   return plan;

@@ -44,10 +44,6 @@ std::shared_ptr<const Plan> plan_for(const c10::OperatorHandle& op, const Operat
 // Replaces the arguments on the stack by the results of the CPU kernel.
 void run_on_cpu(const c10::OperatorHandle& op, std::vector<IValue>& stack);
 
-// Loads libtorch_cuda_linalg.so for an operator that needs it, as libtorch_cuda does: in the first call, and without a lock.
-// Throws in a thread whose call comes meanwhile.
-void load_linear_algebra_for(const std::string& name);
-
 // The kernel of all operators without one of their own.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
