@@ -53,8 +53,8 @@ fn nccl_of_libtorch_is_used_whatever_the_library_path_has() {
     run(&["--num-samples=64"]);
 }
 
-/// Each with words of the message. The CUDA toolkit has a `libcuda.so` for linking, a stub, in a folder that some
-/// containers put first. With a blocking communicator no timeout and no failure of another rank would end a call.
+/// Each with words of the message. The CUDA toolkit has a `libcuda.so` for linking, a stub whose functions fail, in a folder
+/// that some containers put first. With a blocking communicator no timeout and no failure of another rank would end a call.
 #[test]
 fn what_does_not_fit_exits_with_2_and_the_reason() {
     let folder = tempfile::tempdir().unwrap();
@@ -63,15 +63,14 @@ fn what_does_not_fit_exits_with_2_and_the_reason() {
     all_but("libtorch_cuda", &no_cuda);
     all_but("libnccl", &no_nccl);
     fs::create_dir(&other).unwrap();
-    let stubs = libraries().join("stubs");
-    symlink(stubs.join("libcuda.so"), other.join("libnccl.so.2")).unwrap();
+    symlink(libraries().join("libcuda.so.1"), other.join("libnccl.so.2")).unwrap();
     let path = |folders: &[PathBuf]| vec![("LD_LIBRARY_PATH", path_of(folders))];
     let set = |name, value: &str| vec![(name, value.into())];
     let shared = |version: &str| -> Variables {
         let shares = SHARES_GPUS.map(|(name, value)| (name, value.into()));
         shares.into_iter().chain(set("SIM_NCCL_VERSION", version)).collect()
     };
-    let (no_nccl, stub) = (path(&[no_nccl]), path(&[stubs, libraries()]));
+    let (no_nccl, stub) = (path(&[no_nccl]), set("SIM_CUINIT_ERROR", "34"));
     let missing = "libnccl was not found (libnccl.so.2: cannot open shared object file";
     let too_few = "only 1 GPU is visible, and NCCL 2.29.7 needs one for each rank (from 2.30.3";
     let too_many = "at most 4 threads can share a GPU, and 5 would";

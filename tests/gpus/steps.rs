@@ -1,4 +1,4 @@
-//! What a step costs besides its work: the simulated machine counts waits of the host, and allocations.
+//! What a step costs besides its work: the simulated machine notes waits of the host, and allocations.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,7 +7,7 @@ use std::process::Command;
 use serde_json::Value;
 
 use crate::harness::run_command;
-use crate::machine::{Log, in_parallel, on_gpus, succeed};
+use crate::machine::{Log, end, gpu_events, in_parallel, on_gpus, succeed};
 use crate::same::args;
 
 /// Runs a command, which must succeed, and returns the log of its GPUs.
@@ -90,11 +90,11 @@ fn process_uses_only_the_gpu_of_its_rank() {
     }
 }
 
-/// What no step may do because it can stall the GPUs, for each of them, in a run of two epochs over so many samples.
-fn stalls(gpus: usize, row: &str, samples: usize) -> [Vec<usize>; 2] {
-    let samples = format!("--num-samples={samples}");
+/// What no step may do because it can stall the GPUs, for each of them, in a run of so many steps.
+fn stalls(gpus: usize, row: &str, steps: usize) -> [Vec<usize>; 2] {
+    let steps = format!("--max-steps={steps}");
     let row: Vec<&str> = row.split_whitespace().collect();
-    let log = log(on_gpus(gpus, &[&row[..], &["--max-epochs=2", &samples]].concat()));
+    let log = log(on_gpus(gpus, &[&row[..], &["--num-samples=3200", &steps]].concat()));
     ["cudaMalloc", "host waits"].map(|event| log.counts(event, gpus))
 }
 
@@ -106,10 +106,21 @@ fn longer_runs_make_no_more_waits_or_allocations() {
         (2, "--model=cnn --in-features=64 --amp=bf16"),
         (2, "--model=mlp --num-workers=2"),
     ] {
-        let [few, many] = [640, 3200].map(|samples| stalls(gpus, row, samples));
+        let [few, many] = [10, 45].map(|steps| stalls(gpus, row, steps));
         assert_eq!(few, many, "{gpus} GPUs, {row}");
     }
-    // A loss scaler reads on the host whether the gradients are finite: that is counted.
-    let [few, many] = [640, 3200].map(|samples| stalls(1, "--model=mlp --amp=fp16", samples));
+    // A loss scaler reads on the host whether the gradients are finite: that is noted.
+    let [few, many] = [10, 45].map(|steps| stalls(1, "--model=mlp --amp=fp16", steps));
     assert!(many[1][0] > few[1][0], "{few:?} and {many:?}");
+}
+
+#[test]
+fn straggler_is_found_from_gpu_times() {
+    let slow = ["--inject-fault=slow=60ms:rank=1,at=step,step=2", "--num-samples=3072"];
+    let events = gpu_events(3, &slow);
+    let straggler = &end(&events)["straggler"];
+    assert_eq!((&straggler["rank"], &straggler["phase"]), (&1.into(), &"step".into()));
+    // Thirty steps, 60 ms each.
+    assert!(straggler["phase_seconds"].as_f64().unwrap() >= 1.7, "{straggler}");
+    assert!(end(&gpu_events(3, &slow[1..]))["straggler"].is_null());
 }

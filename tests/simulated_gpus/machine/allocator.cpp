@@ -18,7 +18,7 @@ namespace sim {
 namespace {
 
 constexpr size_t min_block = 512;
-constexpr size_t segment = size_t{2} << 20;  // of cudaMalloc, for blocks that are not larger
+constexpr size_t segment = size_t{2} << 20;  // the least that cudaMalloc is asked for
 
 struct Block {
   int device;
@@ -34,17 +34,10 @@ struct Deferred {
   std::vector<Event*> events;
 };
 
-// What is left of a segment.
-struct Room {
-  char* next = nullptr;
-  size_t left = 0;
-};
-
 // Of one device. The lock is held during cudaMalloc, as in libtorch.
 struct Cache {
   std::mutex mutex;
   std::map<std::pair<Stream*, size_t>, std::vector<Block*>> free;
-  std::map<Stream*, Room> rooms;
   std::deque<Deferred> deferred;
 };
 
@@ -85,23 +78,16 @@ void free_deferred(Cache& cache) {
   }
 }
 
-Room cuda_malloc(int device, size_t size) {
-  note(device, "cudaMalloc", std::to_string(size));
+// Gets free blocks of this size from cudaMalloc.
+void cuda_malloc(std::vector<Block*>& free, int device, Stream* stream, size_t size) {
+  const auto bytes = std::max(size, segment);
+  note(device, "cudaMalloc", std::to_string(bytes));
   // It may wait until GPUs are idle.
   static const bool waits = setting("SIM_MALLOC_WAITS", 0) != 0;
   for (int i = 0; waits && i < device_count(); i++) synchronize_device(i, "cudaMalloc");
-  auto* memory = take_segment(size);
-  poison(memory, size);
-  return {memory, size};
-}
-
-Block* new_block(Cache& cache, int device, Stream* stream, size_t size) {
-  auto& room = cache.rooms[stream];
-  if (room.left < size) room = cuda_malloc(device, std::max(size, segment));
-  auto* block = new Block{device, stream, size, room.next};
-  room.next += size;
-  room.left -= size;
-  return block;
+  auto* memory = take_segment(bytes);
+  poison(memory, bytes);
+  for (size_t at = 0; at < bytes; at += size) free.push_back(new Block{device, stream, size, memory + at});
 }
 
 }  // namespace
@@ -113,13 +99,9 @@ void* allocate(int device, Stream* stream, size_t requested) {
   size_t size = min_block;
   while (size < requested) size *= 2;
   auto& same = cache.free[{stream, size}];
-  Block* block = nullptr;
-  if (same.empty()) {
-    block = new_block(cache, device, stream, size);
-  } else {
-    block = same.back();
-    same.pop_back();
-  }
+  if (same.empty()) cuda_malloc(same, device, stream, size);
+  auto* block = same.back();
+  same.pop_back();
   std::lock_guard<std::mutex> blocks_lock(blocks_mutex);
   blocks()[reinterpret_cast<uintptr_t>(block->address)] = block;
   return block->address;

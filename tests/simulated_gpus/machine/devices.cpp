@@ -58,18 +58,11 @@ void start_context(int device) {
 extern "C" {
 
 using CUresult = int;
-constexpr CUresult SUCCESS = 0, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101;
-static std::atomic<bool> is_initialized{false};
-
-static CUresult check(int device) {
-  if (!is_initialized) return NOT_INITIALIZED;
-  return device < 0 || device >= sim::device_count() ? INVALID_DEVICE : SUCCESS;
-}
+constexpr CUresult SUCCESS = 0, NO_DEVICE = 100;
 
 CUresult cuInit(unsigned) {
-  if (sim::device_count() == 0) return NO_DEVICE;
-  is_initialized = true;
-  return SUCCESS;
+  if (long error = sim::setting("SIM_CUINIT_ERROR", 0)) return static_cast<CUresult>(error);
+  return sim::device_count() == 0 ? NO_DEVICE : SUCCESS;
 }
 
 CUresult cuDriverGetVersion(int* version) {
@@ -78,25 +71,21 @@ CUresult cuDriverGetVersion(int* version) {
 }
 
 CUresult cuDeviceGetCount(int* count) {
-  if (!is_initialized) return NOT_INITIALIZED;
   *count = sim::device_count();
   return SUCCESS;
 }
 
 CUresult cuDeviceGet(int* device, int ordinal) {
-  if (CUresult error = check(ordinal)) return error;
   *device = ordinal;
   return SUCCESS;
 }
 
 CUresult cuDeviceGetName(char* name, int size, int device) {
-  if (CUresult error = check(device)) return error;
   snprintf(name, static_cast<size_t>(size), "Simulated GPU %d", sim::physical_device(device));
   return SUCCESS;
 }
 
 CUresult cuDeviceGetUuid_v2(char* uuid, int device) {
-  if (CUresult error = check(device)) return error;
   memset(uuid, 0, 16);
   uuid[15] = static_cast<char>(sim::physical_device(device));
   return SUCCESS;

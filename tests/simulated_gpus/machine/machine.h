@@ -75,8 +75,6 @@ void record(Event* event, Stream* stream);
 void wait(Stream* stream, Event* event);
 // Returns what the host sees, which may lag behind the stream (SIM_SEED).
 bool is_done(Event* event);
-// Blocks the host.
-void synchronize(Event* event);
 // Returns the milliseconds between the moments at which the streams reached two events, if both have times, and are done.
 std::optional<double> elapsed_ms(Event* start, Event* end);
 

@@ -83,13 +83,6 @@ IValue map_tensors(const IValue& value, F f) {
     for (const Tensor& tensor : value.toTensorVector()) made.push_back(tensor.defined() ? f(tensor) : tensor);
     return made;
   }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<Tensor>> made;
-    for (const auto& tensor : value.toOptionalTensorVector()) {
-      made.push_back(tensor && tensor->defined() ? std::optional<Tensor>(f(*tensor)) : tensor);
-    }
-    return made;
-  }
   return value;
 }
 

@@ -62,14 +62,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   // Also of the default stream, whose handle is null in CUDA: NCCL's stand-in need not know the thread's device.
   void* getStreamNativeHandle(const c10::Stream stream) const override { return sim_torch::stream_of(stream); }
-  bool queryStream(const c10::Stream& stream) const override { return sim::is_idle(sim_torch::stream_of(stream)); }
-  void synchronizeStream(const c10::Stream& stream) const override {
-    sim::synchronize(sim_torch::stream_of(stream), "a stream");
-  }
-  void synchronizeDevice(const DeviceIndex index) const override {
-    sim::synchronize_device(index, "a device");
-  }
-
   void record(void** event, const c10::Stream& stream, const DeviceIndex index,
               const c10::EventFlag flag) const override {
     TORCH_CHECK(index == -1 || index == stream.device_index(), "Event device index ", index,
@@ -86,9 +78,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event == nullptr) return true;
     sim::start_context(sim::current_device());
     return sim::is_done(as_event(event));
-  }
-  void synchronizeEvent(void* event) const override {
-    if (event != nullptr) sim::synchronize(as_event(event));
   }
   void destroyEvent(void* event, const DeviceIndex index) const noexcept override {
     if (event == nullptr) return;

@@ -17,19 +17,19 @@ static Operator read_schema(const c10::OperatorHandle& op) {
   }
   for (auto& result : schema.returns()) {
     auto kind = result.type()->str();
-    if (kind != "Tensor" && kind != "Tensor[]") found.depends_on_data = true;
+    bool is_simulated = kind == "Tensor" || kind == "Tensor[]";
     int which = -1;
     if (auto* alias = result.alias_info()) {
-      found.is_view |= !alias->isWrite();
+      is_simulated &= alias->isWrite();  // views have kernels of their own
       for (size_t i = 0; alias->isWrite() && i < arguments.size(); i++) {
         auto* other = arguments[i].alias_info();
         if (other != nullptr && other->beforeSets() == alias->beforeSets()) which = static_cast<int>(i);
       }
     }
+    is_simulated &= !op.hasTag(at::Tag::dynamic_output_shape) && !op.hasTag(at::Tag::data_dependent_output);
+    TORCH_CHECK(is_simulated, found.name, " has no simulated kernel");
     found.returned.push_back(which);
   }
-  found.depends_on_data |= op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
-  found.takes_cpu_indices = schema.name().find("index") != std::string::npos;
   return found;
 }
 
@@ -70,17 +70,6 @@ static void add_to_key(std::ostringstream& key, const IValue& value) {
   key << "|";
 }
 
-static bool is_any_alias(const std::vector<Tensor>& results, const std::vector<IValue>& arguments) {
-  bool found = false;
-  for (auto& argument : arguments) {
-    map_tensors(argument, [&](const Tensor& other) {
-      for (auto& result : results) found |= result.defined() && result.is_alias_of(other);
-      return other;
-    });
-  }
-  return found;
-}
-
 static Plan make_plan(const c10::OperatorHandle& op, const Operator& known, const std::vector<IValue>& arguments,
                       const at::Generator* generator) {
   Plan plan;
@@ -95,12 +84,7 @@ static Plan make_plan(const c10::OperatorHandle& op, const Operator& known, cons
   const auto given = stack;
   std::vector<Shape> before;
   for (auto& value : given) before.push_back(shape_of(value.isTensor() ? value.toTensor() : Tensor()));
-  try {
-    run_on_cpu(op, stack);
-  } catch (const std::exception&) {
-    return plan;  // zeros may be no valid input; if it is something else, the run itself fails
-  }
-  plan.is_known = true;
+  run_on_cpu(op, stack);
   for (size_t i = 0; i < given.size(); i++) {
     if (!before[i].is_defined) continue;
     auto after = shape_of(given[i].toTensor());
@@ -108,12 +92,9 @@ static Plan make_plan(const c10::OperatorHandle& op, const Operator& known, cons
       plan.resized.push_back({static_cast<int>(i), after});
     }
   }
-  for (size_t i = 0; i < stack.size(); i++) {
-    auto tensors = tensors_of(stack[i]);
-    // An input that is returned, though the schema does not say so.
-    if (known.returned[i] < 0 && is_any_alias(tensors, given)) plan.is_known = false;
+  for (auto& result : stack) {
     plan.results.emplace_back();
-    for (auto& tensor : tensors) plan.results.back().push_back(shape_of(tensor));
+    for (auto& tensor : tensors_of(result)) plan.results.back().push_back(shape_of(tensor));
   }
   return plan;
 }
