@@ -1,7 +1,7 @@
 //! `--inject-fault` on simulated GPUs: every kind at every stage names the rank and the cause, and leaves no process behind.
 //!
-//! Ranks are threads, or processes of `--spawn=processes`; those under torchrun are in `launchers/faults.py`. At each stage
-//! one rank is tried, and all of them with `DDP_MP_TESTS=all`.
+//! Ranks are threads, or processes of `--spawn=processes`; those under torchrun are in `launchers/faults.py`. At each
+//! stage one rank is tried, and all of them with `DDP_MP_TESTS=all`.
 
 use std::process::Command;
 

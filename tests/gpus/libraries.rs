@@ -45,16 +45,14 @@ fn nccl_of_libtorch_is_used_whatever_the_library_path_has() {
     let report: Value = serde_json::from_str(&run(&["env", "--log-format=json"])).unwrap();
     assert_eq!((&report["nccl"], &report["nccl_problem"]), (&"2.29.7".into(), &Value::Null));
     assert_eq!(report["gpus"].as_array().unwrap().len(), 2, "{report}");
-    assert!(report["gpu_problem"].is_null(), "{report}");
-    let file = Path::new(report["nccl_file"].as_str().unwrap()).canonicalize().unwrap();
-    assert_eq!(file, own);
-    let named = format!("2.29.7 ({})", report["nccl_file"].as_str().unwrap());
-    assert!(run(&["--version"]).contains(&named) && run(&["env"]).contains(&named), "{named}");
+    let file = report["nccl_file"].as_str().unwrap();
+    assert_eq!(Path::new(file).canonicalize().unwrap(), own);
+    assert!(run(&["--version"]).contains(&format!("2.29.7 ({file})")));
     run(&["--num-samples=64"]);
 }
 
-/// Each with words of the message. The CUDA toolkit has a `libcuda.so` for linking, a stub whose functions fail, in a folder
-/// that some containers put first. With a blocking communicator no timeout and no failure of another rank would end a call.
+/// Each with words of the message. The CUDA toolkit has a `libcuda.so` for linking, a stub whose functions fail, in a
+/// folder that some containers put first. With a blocking communicator no failure of another rank would end a call.
 #[test]
 fn what_does_not_fit_exits_with_2_and_the_reason() {
     let folder = tempfile::tempdir().unwrap();
@@ -116,8 +114,8 @@ fn what_does_not_fit_exits_with_2_and_the_reason() {
     }
 }
 
-/// The NCCL of torch 2.13, and that of torch 2.15. Each process has one of its own: if that of one refuses, both say so. An
-/// older NCCL takes processes with different `NCCL_HOSTID` for two hosts.
+/// The NCCL of torch 2.13, and that of torch 2.15. Each process has one of its own: if that of one refuses, both say so.
+/// An older NCCL takes processes with different `NCCL_HOSTID` for two hosts.
 #[test]
 fn two_processes_share_a_gpu_only_with_nccls_that_allow_it() {
     type Set = Option<(&'static str, &'static str)>;

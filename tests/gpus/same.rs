@@ -58,8 +58,8 @@ pub(crate) const MIXED_PRECISION: &[(usize, &str)] = &[
     (2, "images --amp=fp16"),
 ];
 
-/// Not in [`MODELS`], whose rows read no file. With dropout, attention is computed step by step; without, CUDA has other
-/// kernels for it, and other bits.
+/// Not in [`MODELS`], whose rows read no file. With dropout, attention is computed step by step; without, CUDA has
+/// other kernels for it, and other bits.
 const TEXTS: &[(usize, &str)] =
     &[(3, "gpt --dropout=0.1 --optimizer=adamw --max-grad-norm=1 --no-bias --batch-size=8")];
 

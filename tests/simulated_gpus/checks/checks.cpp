@@ -15,7 +15,7 @@
     exit(1);                                                                \
   }
 
-// A freed block is given out again at once, and overwritten in stream order, unless a use of another stream is recorded.
+// A freed block is given out again at once, and overwritten in stream order, unless another stream is recorded.
 static void check_record_use(bool is_recorded) {
   auto *main = sim::default_stream(0), *side = sim::new_stream(0);
   auto* block = sim::allocate(0, main, 512);

@@ -1,8 +1,8 @@
 // The caching allocator, as c10::cuda::CUDACachingAllocator.
 //
-// A freed block goes back to the stream that it was allocated on, which may have it again at once, while its earlier work
-// still uses it. A block that was also used on other streams returns once they are done. What is freed is overwritten in
-// the order of its own stream: a missing `record_stream` shows.
+// A freed block goes back to the stream that it was allocated on, which may have it again at once, while its earlier
+// work still uses it. A block that was also used on other streams returns once they are done. What is freed is
+// overwritten in the order of its own stream: a missing `record_stream` shows.
 
 #include <algorithm>
 #include <deque>

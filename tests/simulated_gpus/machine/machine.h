@@ -42,7 +42,7 @@ int physical_device(int device);
 // The current device of the calling thread.
 int current_device();
 void set_device(int device);
-// Notes the device's context if this is the first call for it: setting a device to another, a query, and work start one.
+// Notes the device's context if this is the first call for it: setting another device, a query, and work start one.
 void start_context(int device);
 
 // --- streams ---
@@ -54,7 +54,7 @@ Stream* current_stream(int device);
 Stream* exchange_stream(Stream* stream);
 int device_of(const Stream* stream);
 
-// Adds work to the end of the queue. `name` must be a literal or live as long as the process.
+// Adds work to the end of the queue. `name` is what SIM_FAULT calls it.
 void launch(Stream* stream, const char* name, std::function<void()> work);
 // As `launch`, for what CUDA does without a launch: it is not delayed.
 void enqueue(Stream* stream, std::function<void()> work);
@@ -75,7 +75,7 @@ void record(Event* event, Stream* stream);
 void wait(Stream* stream, Event* event);
 // Returns what the host sees, which may lag behind the stream (SIM_SEED).
 bool is_done(Event* event);
-// Returns the milliseconds between the moments at which the streams reached two events, if both have times, and are done.
+// Returns the milliseconds between the moments at which streams reached two events, if both have times and are done.
 std::optional<double> elapsed_ms(Event* start, Event* end);
 
 // --- memory ---

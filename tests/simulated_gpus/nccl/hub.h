@@ -1,9 +1,9 @@
 // Where the ranks of a communicator meet: a thread of the process that has made the unique id. All ranks connect to it,
 // whichever process of the host they are in.
 //
-// A rank sends its number, its GPU and its host, and gets a text: why it is refused, or nothing. It sends a launch, which
-// is its calls with their inputs, and gets their outputs once all of them have ended. It sends nothing, as a message, when it
-// finalizes, and gets nothing once all ranks have.
+// A rank sends its number, its GPU and its host, and gets a text: why it is refused, or nothing. It sends a launch,
+// which is its calls with their inputs, and gets their outputs once all of them have ended. It sends an empty message
+// when it finalizes, and gets one once all ranks have.
 #pragma once
 
 #include "types.h"

@@ -60,6 +60,11 @@ struct CUDAHooks final : CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   const Generator& getDefaultGenerator(DeviceIndex index) const override { return sim_torch::default_generator(index); }
+  Device getDeviceFromPtr(void* data) const override {
+    const int device = sim::device_of_pointer(data);
+    TORCH_CHECK(device >= 0, "The specified pointer resides on host memory.");
+    return sim_torch::cuda(device);
+  }
   Allocator* getPinnedMemoryAllocator() const override { return &sim_torch::pinned_memory; }
   long versionCUDART() const override { return sim_torch::cuda_version; }
 };
