@@ -1,6 +1,5 @@
 //! With a GPU. Where none is visible, each test says that it is skipped, and why.
 
-use std::collections::BTreeMap;
 use std::thread;
 
 use serde_json::Value;
@@ -99,33 +98,21 @@ fn more_ranks_than_gpus_are_refused_with_a_remedy() {
 #[test]
 fn failing_rank_ends_the_nccl_run_and_is_named() {
     let Some(gpus) = gpus_for_test(2) else { return };
-    for kind in ["error", "panic"] {
-        let fault = format!("--inject-fault={kind}:rank={},at=step,step=5", gpus - 1);
-        let (code, _, stderr) = on_gpus(&[&fault]);
-        assert_eq!(code, Some(1), "{stderr}");
-        assert!(stderr.contains(&format!(
-            "rank {} (GPU:{}) failed in step #5",
-            gpus - 1,
-            gpus - 1
-        )));
-    }
+    let last = gpus - 1;
+    let (code, _, stderr) = on_gpus(&[&format!("--inject-fault=error:rank={last},at=step,step=5")]);
+    assert_eq!(code, Some(1), "{stderr}");
+    assert!(stderr.contains(&format!("rank {last} (GPU:{last}) failed in step #5")), "{stderr}");
 }
 
 #[test]
 fn trace_shows_gpu_work_after_its_launch() {
     let Some(gpus) = gpus_for_test(1) else { return };
-    check_trace(gpus, "0");
-    // By 2 % slower than the host's. Only a simulated GPU reads it.
-    check_trace(gpus, "-20000");
-}
-
-/// Runs with GPUs whose clock is faster than the host's by this many millionths, and checks the times of the trace.
-fn check_trace(gpus: usize, clock_ppm: &str) {
     let folder = tempfile::tempdir().unwrap();
     let trace = folder.path().join("trace.json");
     let mut command =
         program_on_gpus(&[&DEMO[..], &[&format!("--trace={}", trace.display())]].concat());
-    command.env("SIM_CLOCK_PPM", clock_ppm);
+    // The clock of a simulated GPU is by 2 % slower than the host's.
+    command.env("SIM_CLOCK_PPM", "-20000");
     run_command_to(0, command);
     let trace: Value = serde_json::from_slice(&std::fs::read(trace).unwrap()).unwrap();
     let of = |phase: &str| {
@@ -158,29 +145,6 @@ fn check_trace(gpus: usize, clock_ppm: &str) {
                 launched.iter().zip(&begun).find(|(launched, begun)| **begun + error < **launched);
             assert_eq!(early, None, "rank {rank}, {name}");
         }
-    }
-    if clock_ppm != "0" {
-        return; // of each GPU within its own bounds, but not of all within a microsecond
-    }
-    // No GPU ends a collective before the last has begun it.
-    let lanes: Vec<&Value> = of("M")
-        .into_iter()
-        .filter(|it| it["args"]["name"].as_str().is_some_and(|name| name.contains(" on GPU:")))
-        .map(|it| &it["tid"])
-        .collect();
-    let mut collectives: BTreeMap<u64, Vec<[f64; 2]>> = BTreeMap::new();
-    for slice in of("X").into_iter().filter(|it| it["cat"] == "collective") {
-        if lanes.contains(&&slice["tid"]) && slice["args"]["group"] == 0 {
-            let [begun, took] = ["ts", "dur"].map(|key| slice[key].as_f64().unwrap());
-            let sequence = slice["args"]["sequence"].as_u64().unwrap();
-            collectives.entry(sequence).or_default().push([begun, begun + took]);
-        }
-    }
-    assert!(collectives.len() > 10, "{collectives:?}");
-    for (sequence, times) in collectives.iter().filter(|(_, times)| times.len() == gpus) {
-        let last = times.iter().map(|it| it[0]).fold(f64::MIN, f64::max);
-        let first = times.iter().map(|it| it[1]).fold(f64::MAX, f64::min);
-        assert!(last <= first + error, "#{sequence}: {times:?}, clocks to {error} us");
     }
 }
 

@@ -2,14 +2,14 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{self, Command, Stdio};
+use std::thread;
 use std::time::{Duration, Instant};
-use std::{fs, thread};
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use crate::harness::{in_parallel_by, output, run_command, send, without_launcher};
 use crate::libraries::all_but;
-use crate::machine::{is_running, on_gpus, parsed, run_without_survivors, simulate, succeed};
+use crate::machine::{Log, is_running, on_gpus, parsed, run_without_survivors, simulate, succeed};
 
 /// The checks of a machine with so many GPUs.
 fn checks(gpus: usize, fault: &str) -> Command {
@@ -42,20 +42,18 @@ fn right(gpus: usize) -> Vec<String> {
 /// A check is a process of the same program, with the same options: so it is in a program with `App`.
 #[test]
 fn checks_pass_on_machines_without_a_fault() {
-    for gpus in 1..=3 {
-        let mut with_app = Command::new(env!("CARGO_BIN_EXE_app-program"));
-        without_launcher(with_app.args(["env", "--check-gpus", "--width=8"]));
-        simulate(&mut with_app, gpus);
-        for command in [checks(gpus, ""), with_app] {
-            let what = format!("{command:?}");
-            let (code, stdout, stderr) = run_without_survivors(command, &what);
-            assert_eq!((code, &*stderr), (Some(0), ""), "{what}: {stdout}");
-            let mut expected = right(gpus);
-            if gpus == 1 {
-                expected.push("there is one GPU, and no pair to check".into());
-            }
-            assert_eq!(without_speeds(&stdout), expected, "{what}");
+    let mut with_app = Command::new(env!("CARGO_BIN_EXE_app-program"));
+    without_launcher(with_app.args(["env", "--check-gpus", "--width=8"]));
+    simulate(&mut with_app, 3);
+    for (gpus, command) in [(1, checks(1, "")), (3, with_app)] {
+        let what = format!("{command:?}");
+        let (code, stdout, stderr) = run_without_survivors(command, &what);
+        assert_eq!((code, &*stderr), (Some(0), ""), "{what}: {stdout}");
+        let mut expected = right(gpus);
+        if gpus == 1 {
+            expected.push("there is one GPU, and no pair to check".into());
         }
+        assert_eq!(without_speeds(&stdout), expected, "{what}");
     }
 }
 
@@ -63,17 +61,13 @@ const DIES: &str = "dies: its process was killed by SIGABRT";
 const NO_SWITCH: &str = "; no switch of NCCL helps; NCCL_DEBUG=INFO says more";
 
 /// Each with the place of its line in [`right`], and what that says.
-const FAULTS: [(&str, usize, &str); 11] = [
+const FAULTS: [(&str, usize, &str); 7] = [
     ("hang:gpu=1", 1, "hangs (5 s)"),
     ("wrong:work=aten::mm,gpu=1", 1, "has wrong values (1 of 65536)"),
-    ("crash:work=copy from the host,gpu=1", 1, DIES),
-    ("hang:work=copy to another GPU,gpu=1", 3, "hangs (5 s)"),
     ("wrong:work=copy to another GPU,gpu=1", 3, "has wrong values (1 of 16777216)"),
     ("crash:work=copy to another GPU,gpu=1", 3, DIES),
     ("hang:work=ncclAllReduce,unless=NCCL_P2P_DISABLE", 4, "hangs (5 s)"),
-    ("wrong:work=ncclAllReduce,unless=NCCL_P2P_DISABLE", 4, "has wrong values (2 of 2)"),
     ("wrong:work=ncclAllReduce,gpu=1,unless=NCCL_SHM_DISABLE", 4, "has wrong values (1 of 2)"),
-    ("crash:work=ncclAllReduce,unless=NCCL_IB_DISABLE", 4, DIES),
     ("crash:work=ncclAllReduce", 4, DIES),
 ];
 
@@ -105,7 +99,7 @@ fn faults_are_named_on_their_lines() {
 fn failures_of_nccl_are_named() {
     let reason = "remote process exited or there was a network error";
     for (fault, begins) in [
-        ("init:rank=1,call=1", "hangs while connecting with NCCL (10 s)"),
+        ("init:rank=1,call=0", "hangs while connecting with NCCL (10 s)"),
         ("remote:rank=1,call=1", "fails: rank 1 (GPU:1) failed in all_reduce #0: "),
     ] {
         let mut command = checks(2, "");
@@ -123,14 +117,15 @@ fn failures_of_nccl_are_named() {
 #[test]
 fn switch_that_has_helped_is_tried_first() {
     let processes = |fault: &str, set: Option<&str>| {
-        let reports = tempfile::tempdir().unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("log");
         let mut command = checks(3, fault);
-        command.env("SIM_REPORT", reports.path().join("%p")).envs(set.map(|set| (set, "1")));
+        command.env("SIM_LOG", &file).envs(set.map(|set| (set, "1")));
         let (_, stdout, stderr) = run_command(command);
         let helped = "; it passes with NCCL_SHM_DISABLE=1";
         let lines = stdout.lines().filter(|line| line.ends_with(helped));
         assert_eq!(lines.count(), if fault.is_empty() { 0 } else { 3 }, "{stdout}{stderr}");
-        fs::read_dir(reports.path()).unwrap().count()
+        Log::read(&file).contexts().len()
     };
     let fault = "crash:work=ncclAllReduce,unless=NCCL_SHM_DISABLE";
     let right = processes("", None);
@@ -145,22 +140,13 @@ fn json_has_an_object_for_each_check() {
     let (code, stdout, stderr) = run_command(command);
     assert_eq!(code, Some(1), "{stdout}{stderr}");
     let events = parsed(&stdout);
-    let keys =
-        ["event", "gb_per_s", "gpus", "latency_us", "passes_with", "problem", "result", "tflops"];
-    for event in &events {
-        let mut found: Vec<&String> = event.as_object().unwrap().keys().collect();
-        found.sort();
-        assert_eq!(found, keys);
-    }
-    let of = |key: &str| -> Vec<&Value> { events.iter().map(|event| &event[key]).collect() };
-    assert_eq!(of("event"), ["product", "product", "copy", "copy", "all_reduce"]);
-    assert_eq!(of("result"), ["right", "right", "right", "right", "dies"]);
-    assert_eq!(json!(of("gpus")), json!([[0], [1], [0, 1], [1, 0], [0, 1]]));
-    assert!(events[..2].iter().all(|event| event["tflops"].is_f64()), "{stdout}");
-    assert!(events[2..4].iter().all(|event| event["gb_per_s"].is_f64()), "{stdout}");
-    let last = &events[4];
-    assert_eq!(last["problem"], DIES);
-    assert_eq!(last["passes_with"], json!(["NCCL_P2P_DISABLE"]));
+    let of = |key: &str| json!(events.iter().map(|event| &event[key]).collect::<Vec<_>>());
+    assert_eq!(of("event"), json!(["product", "product", "copy", "copy", "all_reduce"]));
+    assert_eq!(of("result"), json!(["right", "right", "right", "right", "dies"]));
+    assert_eq!(of("gpus"), json!([[0], [1], [0, 1], [1, 0], [0, 1]]));
+    assert!(events[0]["tflops"].is_f64() && events[2]["gb_per_s"].is_f64(), "{stdout}");
+    assert_eq!(events[4]["problem"], DIES);
+    assert_eq!(events[4]["passes_with"], json!(["NCCL_P2P_DISABLE"]));
 }
 
 #[test]

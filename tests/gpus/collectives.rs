@@ -10,33 +10,28 @@ use std::sync::Arc;
 
 use ddp_mp::ffi::cuda;
 use ddp_mp::launch::{BackendChoice, JoinLaunchOptions, detect};
-use ddp_mp::models::{ModelConfig, ModelKind};
 use ddp_mp::{
     Backend, DataLoader, Dataset, DdpOptions, DistributedDataParallel, DistributedSampler,
-    JoinOptions, Optimizer, ProcessGroup, ReduceOp, Sgd, SgdOptions, fork_rng, spawn,
+    JoinOptions, ProcessGroup, ReduceOp,
 };
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
 
 use crate::harness::{TIMEOUT, free_port, join};
-use crate::machine::{SHARES_GPUS, has_no_wait_behind_nccl, reports, simulate};
-use crate::shared::power_sgd::{PowerSgd, PowerSgdOptions};
+use crate::machine::{Log, SHARES_GPUS, simulate};
 use crate::shared::surface::{self, Seen, Surface, from_lines, with_threads};
 use crate::shared::{functional, groups, kinds, scene};
 
 /// How many ranks each process has.
 const LAYOUTS: [&[usize]; 3] = [&[4], &[1, 1], &[2, 2]];
 
-/// Runs the scene `name` with a simulated GPU for each rank and a host for each process, and returns what they write.
-/// Ranks leave groups, and the run, as soon as they are through: an abort would cut off what they have sent to other hosts.
+/// Plays the scene `name` with a simulated GPU for each rank, and returns what the processes write.
 fn play(name: &str, ranks: &[usize]) -> String {
-    play_with(name, ranks, |process, command| {
-        command.env("SIM_HOST", process.to_string()).env("SIM_NCCL_ABORT_CUTS", "1");
-    })
+    play_with(name, ranks, |_| {})
 }
 
-/// The same on one host, after `prepare` for each process, by its number.
-fn play_with(name: &str, ranks: &[usize], prepare: impl Fn(usize, &mut Command)) -> String {
+/// The same, after `prepare` for each process.
+fn play_with(name: &str, ranks: &[usize], prepare: impl Fn(&mut Command)) -> String {
     let folder = tempfile::tempdir().unwrap();
     let port = free_port();
     let start = |(process, count): (usize, &usize)| {
@@ -46,7 +41,7 @@ fn play_with(name: &str, ranks: &[usize], prepare: impl Fn(usize, &mut Command))
         let mine: Vec<String> = (first..first + count).map(|gpu| gpu.to_string()).collect();
         command.env("CUDA_VISIBLE_DEVICES", mine.join(","));
         command.env("DDP_MP_FOLDER", folder.path());
-        prepare(process, &mut command);
+        prepare(&mut command);
         command.spawn().unwrap()
     };
     let mut all = String::new();
@@ -58,18 +53,6 @@ fn play_with(name: &str, ranks: &[usize], prepare: impl Fn(usize, &mut Command))
         all += &text;
     }
     all
-}
-
-/// The same, in which no host waits in libtorch behind a collective.
-fn play_without_waits(name: &str, ranks: &[usize]) -> String {
-    let folder = tempfile::tempdir().unwrap();
-    let told = play_with(name, ranks, |_, command| {
-        command.env("SIM_REPORT", folder.path().join("%p.json"));
-    });
-    let reports = reports(folder.path());
-    assert_eq!(reports.len(), ranks.len());
-    reports.iter().for_each(|report| has_no_wait_behind_nccl(report, name));
-    told
 }
 
 /// The variable with the backend of a scene, if it is not nccl.
@@ -102,7 +85,10 @@ fn child() {
                 kinds::are_reduced(group)?;
                 kinds::go_where_they_should(group)?;
             }
-            "power_sgd" => println!("parameters {:016x}", with_power_sgd(group)?),
+            "linear_algebra" => {
+                let matrix = Tensor::ones([8, 4], (Kind::Float, group.device()));
+                drop(Tensor::f_linalg_qr(&matrix, "reduced")?);
+            }
             "surface" => surface(group),
             "waits" => waits(group)?,
             other => panic!("no scene {other}"),
@@ -124,39 +110,10 @@ fn surface(group: &Rc<ProcessGroup>) {
     println!("{}", surface::lines(group.rank(), &seen));
 }
 
-/// Trains with a communication hook that calls libtorch's linear algebra. Returns the hash of the parameters.
-fn with_power_sgd(group: &Rc<ProcessGroup>) -> anyhow::Result<u64> {
-    let config = ModelConfig { kind: ModelKind::Mlp, ..ModelConfig::default() };
-    let (vs, model) = config.build(group.device(), 7)?;
-    let options = DdpOptions { bucket_cap_mb: 0.001, ..DdpOptions::default() };
-    let mut ddp = DistributedDataParallel::new(model, &vs, group.clone(), options)?;
-    let options = PowerSgdOptions { start_iter: 1, ..PowerSgdOptions::default() };
-    ddp.register_comm_hook(Box::new(PowerSgd::new(options)))?;
-    let mut optimizer = Sgd::new(ddp.flat_buffers(), SgdOptions::default())?;
-    for step in 0..6 {
-        let seed = (step * group.world_size() + group.rank()) as u64;
-        let inputs = fork_rng(seed, || Tensor::rand([32, 20], (Kind::Float, Device::Cpu)))?;
-        ddp.zero_grad()?;
-        group.synchronize()?; // the copy must not wait behind a collective
-        let outputs = ddp.forward(&inputs.to_device(group.device()));
-        ddp.backward(&outputs.square().mean(Kind::Float))?;
-        optimizer.step(0.1)?;
-    }
-    Ok(ddp.parameters_hash()?)
-}
-
-/// libtorch loads its linear algebra in the first call, without a lock: threads must not make it at once.
+/// libtorch loads its linear algebra in the first call, without a lock: the ranks of a process must not come to that.
 #[test]
-fn linear_algebra_of_threads_has_the_bits_of_cpu_ranks() {
-    for count in [2, 3] {
-        let on_cpu =
-            spawn(count, |rank| with_power_sgd(&rank.init_process_group(Backend::Threaded)?));
-        let told = play_without_waits("power_sgd", &[count]);
-        for hash in on_cpu.unwrap() {
-            let expected = format!("parameters {hash:016x}");
-            assert_eq!(told.matches(&expected).count(), count, "{expected}: {told}");
-        }
-    }
+fn linear_algebra_is_loaded_before_ranks_need_it() {
+    play("linear_algebra", &[2]);
 }
 
 /// Samples of different shapes: only the first fits the memory that is pinned for batches.
@@ -223,10 +180,18 @@ fn waits(group: &Rc<ProcessGroup>) -> anyhow::Result<()> {
     })
 }
 
+/// A host that waits in libtorch behind a collective notices neither a failure nor a timeout.
 #[test]
 fn objects_and_join_never_wait_behind_a_collective() {
     for ranks in [&[2][..], &[1, 1]] {
-        play_without_waits("waits", ranks);
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("log");
+        play_with("waits", ranks, |command| {
+            command.env("SIM_LOG", &file);
+        });
+        let log = Log::read(&file);
+        assert_eq!(log.contexts().len(), ranks.len());
+        assert_eq!(log.waits_behind_nccl(), [""; 0], "{ranks:?}");
     }
 }
 
@@ -241,40 +206,29 @@ fn every_method_gives_the_same_with_nccl_and_threads() {
 /// The recorded values of `functional` are those of at most three ranks.
 #[test]
 fn every_dtype_group_and_asynchronous_form_is_right() {
-    let few: [&[usize]; 5] = [&[1], &[2], &[3], &[1, 1], &[2, 1]];
-    let grouped: [&[usize]; 3] = [&[4], &[2, 2], &[2, 1, 3]];
     for (name, layouts) in [
-        ("kinds", &LAYOUTS[..]),
-        ("asynchronous", &LAYOUTS),
-        ("functional", &few),
-        ("groups", &grouped),
+        ("kinds", [&[4][..], &[1, 1]]),
+        ("asynchronous", [&[4], &[2, 2]]),
+        ("functional", [&[3], &[2, 1]]),
+        ("groups", [&[4], &[2, 1, 3]]),
     ] {
-        layouts.iter().for_each(|ranks| drop(play(name, ranks)));
+        layouts.into_iter().for_each(|ranks| drop(play(name, ranks)));
     }
 }
 
-/// Ranks that share a GPU: threads and processes with NCCL, and threads with their own backend. A stream of another rank
-/// that is not waited for shows in the values.
+/// Ranks that share a GPU, with NCCL and with the backend of threads. A stream of another rank that is not waited for
+/// shows in the values.
 #[test]
 fn ranks_on_one_gpu_get_the_same() {
-    const SHARED: [(Backend, &[usize]); 4] = [
-        (Backend::Nccl, &[4]),
-        (Backend::Nccl, &[2, 2]),
-        (Backend::Nccl, &[1, 1]),
-        (Backend::Threaded, &[4]),
-    ];
-    for (backend, ranks) in SHARED {
-        let on_one_gpu = |_: usize, command: &mut Command| {
+    for (backend, ranks) in [(Backend::Nccl, &[2, 2][..]), (Backend::Threaded, &[4])] {
+        let on_one_gpu = |command: &mut Command| {
             command.env("CUDA_VISIBLE_DEVICES", "0").env(BACKEND, backend.name());
-            command.env("SIM_SEED", "1").env("SIM_DELAY_MAX_US", "300");
-            command.envs(SHARES_GPUS);
+            command.env("SIM_SEED", "1").env("SIM_DELAY_MAX_US", "300").envs(SHARES_GPUS);
         };
         let seen: Seen = from_lines(&play_with("surface", ranks, on_one_gpu));
         assert_eq!(seen, with_threads(ranks.iter().sum(), backend), "{backend:?} {ranks:?}");
         for name in ["kinds", "asynchronous", "groups"] {
-            if name != "groups" || ranks.iter().sum::<usize>() > 2 {
-                play_with(name, ranks, on_one_gpu);
-            }
+            play_with(name, ranks, on_one_gpu);
         }
     }
 }

@@ -16,7 +16,7 @@ const TOLERANCE: f64 = 1e-3;
 const TOLERANCE_OF_HALF: f64 = 3e-2;
 
 /// Returns the largest difference of two runs' losses, as a share of them; infinite where they tell of different things.
-pub(crate) fn difference(here: &[Value], there: &[Value]) -> f64 {
+fn difference(here: &[Value], there: &[Value]) -> f64 {
     let of_pair = |(here, there): (&Value, &Value)| {
         let is_same = ["event", "steps", "epoch"].iter().all(|key| here[key] == there[key]);
         match (here["loss"].as_f64(), there["loss"].as_f64()) {

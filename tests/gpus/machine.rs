@@ -1,5 +1,6 @@
 //! A machine with simulated GPUs, and runs of the program on it.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::{env, fs, process};
@@ -128,20 +129,36 @@ pub(crate) fn is_running(token: &str) -> bool {
     })
 }
 
-/// Returns the reports that processes have written into `folder`, as SIM_REPORT.
-pub(crate) fn reports(folder: &Path) -> Vec<Value> {
-    let files = fs::read_dir(folder).unwrap().map(|file| fs::read(file.unwrap().path()).unwrap());
-    files.map(|text| serde_json::from_slice(&text).unwrap()).collect()
-}
+/// The log of a run: what its processes have asked of the simulated GPUs, as `(process, gpu, event: detail)`.
+pub(crate) struct Log(Vec<(String, usize, String)>);
 
-/// Returns a number in a report of each GPU.
-pub(crate) fn of_gpus(report: &Value, name: &str) -> Vec<u64> {
-    let gpus = report["gpus"].as_array().unwrap().iter();
-    gpus.map(|gpu| gpu[name].as_u64().unwrap()).collect()
-}
+impl Log {
+    /// Reads what commands with the variable SIM_LOG have written.
+    pub(crate) fn read(file: &Path) -> Self {
+        let of_line = |line: &str| {
+            let words: Vec<&str> = line.splitn(3, ' ').collect();
+            (words[0].to_owned(), words[1].parse().unwrap(), words[2].to_owned())
+        };
+        Self(fs::read_to_string(file).unwrap().lines().map(of_line).collect())
+    }
 
-#[track_caller]
-pub(crate) fn has_no_wait_behind_nccl(report: &Value, what: &str) {
-    let waits: u64 = of_gpus(report, "host_waits_behind_nccl").iter().sum();
-    assert_eq!(waits, 0, "{what}: SIM_TRACE=1 says which");
+    /// How often each of so many GPUs has an event that begins with this.
+    pub(crate) fn counts(&self, event: &str, gpus: usize) -> Vec<usize> {
+        let is_it = |gpu, it: &(String, usize, String)| it.1 == gpu && it.2.starts_with(event);
+        (0..gpus).map(|gpu| self.0.iter().filter(|it| is_it(gpu, it)).count()).collect()
+    }
+
+    /// The GPUs on which each process has a context.
+    pub(crate) fn contexts(&self) -> Vec<Vec<usize>> {
+        let mut gpus = BTreeMap::<&str, Vec<usize>>::new();
+        for (process, gpu, _) in self.0.iter().filter(|it| it.2.starts_with("context")) {
+            gpus.entry(process).or_default().push(*gpu);
+        }
+        gpus.into_values().collect()
+    }
+
+    /// The waits of a host in libtorch behind a collective, with what it waited for.
+    pub(crate) fn waits_behind_nccl(&self) -> Vec<&str> {
+        self.0.iter().filter_map(|it| it.2.strip_prefix("host waits behind NCCL: ")).collect()
+    }
 }

@@ -1,6 +1,5 @@
 //! Calls of NCCL's that fail on one rank: it is named with NCCL's words, and nobody waits for it.
 
-use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
@@ -9,8 +8,8 @@ use ddp_mp::launch::{JoinLaunchOptions, detect};
 use ddp_mp::{Backend, ProcessGroup, ReduceOp, os};
 use tch::{Kind, Tensor};
 
-use crate::harness::{free_port, join, run_command};
-use crate::machine::{in_parallel, of_gpus, on_gpus, reports, run_without_survivors, simulate};
+use crate::harness::{free_port, join, run_command_to};
+use crate::machine::{Log, in_parallel, on_gpus, run_without_survivors, simulate};
 use crate::shared::{faults, scene};
 
 const RANKS: usize = 3;
@@ -22,20 +21,19 @@ const LAUNCHES: [usize; 3] = [1, 4, 9];
 /// With the fault `launch` the others have launched their part and wait on their GPUs: they are told, and abort.
 #[test]
 fn failed_call_names_its_rank() {
-    let mut cases = Vec::new();
-    for (kind, words) in [
+    let kinds = [
         ("remote", "remote process exited or there was a network error"),
         ("system", "unhandled system error"),
         ("launch", "unhandled cuda error"),
-    ] {
-        for spawn in ["--spawn=threads", "--spawn=processes"] {
-            for launch in LAUNCHES {
-                cases.extend(
-                    (0..RANKS).map(|rank| {
-                        (spawn, rank, format!("{kind}:rank={rank},call={launch}"), words)
-                    }),
-                );
-            }
+    ];
+    let mut cases = Vec::new();
+    // Each kind at each launch, each time of another rank.
+    for (number, (kind, words)) in kinds.into_iter().enumerate() {
+        for (place, launch) in LAUNCHES.into_iter().enumerate() {
+            let rank = (number + place) % RANKS;
+            let fault = format!("{kind}:rank={rank},call={launch}");
+            cases.push(("--spawn=threads", rank, fault.clone(), words));
+            cases.push(("--spawn=processes", rank, fault, words));
         }
     }
     in_parallel(&cases, |(spawn, rank, fault, words)| {
@@ -52,15 +50,11 @@ fn failed_call_names_its_rank() {
 /// All ranks wait in NCCL then, which does not say for whom.
 #[test]
 fn rank_that_never_connects_ends_in_a_timeout() {
-    for spawn in ["--spawn=threads", "--spawn=processes"] {
-        let args = [&RUN[..], &["--timeout=10s", "--grace-period=1s", spawn]].concat();
-        let mut command = on_gpus(RANKS, &args);
-        command.env("SIM_NCCL_FAULT", "init:rank=1,call=1");
-        let (code, stdout, stderr) = run_command(command);
-        assert_eq!(code, Some(1), "{spawn}: {stderr}");
-        let told = "waited 10s in init for NCCL to connect all ranks";
-        assert!(stderr.contains(told) && stdout.contains(told), "{spawn}: {stdout}{stderr}");
-    }
+    let mut command = on_gpus(RANKS, &[&RUN[..], &["--timeout=10s", "--grace-period=1s"]].concat());
+    command.env("SIM_NCCL_FAULT", "init:rank=1,call=0");
+    let (stdout, stderr) = run_command_to(1, command);
+    let told = "waited 10s in init for NCCL to connect all ranks";
+    assert!(stderr.contains(told) && stdout.contains(told), "{stdout}{stderr}");
 }
 
 /// Sums over the group, and reads the sum on the host without [`ProcessGroup::synchronize`].
@@ -114,32 +108,28 @@ fn child() {
     os::exit(0); // the thread of rank 0 would still be blocked if the watchdog did not abort
 }
 
-/// Plays the scene `name` with processes of so many `ranks`, and returns what they print. Their reports go into `folder`.
-fn play_in(folder: &Path, name: &str, ranks: &[usize], fault: &str) -> String {
-    let port = free_port();
+/// Plays the scene `name` with processes of so many `ranks`, and returns what they print, and the log of their GPUs.
+fn play(name: &str, ranks: &[usize], fault: &str) -> (String, Log) {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, port) = (folder.path().join("log"), free_port());
     let start = |process: usize| {
         let mut command = scene::process("nccl_faults::child", name, process, ranks, port);
         let gpus = if ranks.len() == 1 { "0,1" } else { ["0", "1"][process] };
         simulate(&mut command, 2).env("CUDA_VISIBLE_DEVICES", gpus);
         command.env("SIM_NCCL_FAULT", fault).env("SIM_DELAY_MAIN_US", "20000");
-        command.env("SIM_REPORT", folder.join("%p.json"));
-        command.spawn().unwrap()
+        command.env("SIM_LOG", &file).spawn().unwrap()
     };
     let outputs = join((0..ranks.len()).map(start).collect());
     let said: String =
         outputs.iter().map(|output| String::from_utf8_lossy(&output.stdout)).collect();
     assert!(!said.contains("did not come back"), "{ranks:?}: {said}");
-    said
-}
-
-fn play(name: &str, ranks: &[usize], fault: &str) -> String {
-    play_in(tempfile::tempdir().unwrap().path(), name, ranks, fault)
+    (said, Log::read(&file))
 }
 
 #[test]
 fn failure_while_a_rank_is_blocked_names_the_failed_rank() {
-    for (ranks, failed) in [(&[1, 1][..], 0), (&[1, 1], 1), (&[2], 0), (&[2], 1)] {
-        let said = play("fails", ranks, &format!("remote:rank={failed},call=1"));
+    for (ranks, failed) in [(&[1, 1][..], 1), (&[2], 0), (&[2], 1)] {
+        let (said, _) = play("fails", ranks, &format!("remote:rank={failed},call=1"));
         let named = format!("rank {failed} (GPU:");
         let line = said.lines().find(|line| line.contains(" failed in all_reduce #"));
         let (named, why) = (|line: &&str| line.starts_with(&named), "remote process exited");
@@ -150,19 +140,14 @@ fn failure_while_a_rank_is_blocked_names_the_failed_rank() {
 
 #[test]
 fn timeout_of_a_blocked_rank_names_the_missing_rank() {
-    let said = play("late", &[1, 1], "");
+    let (said, _) = play("late", &[1, 1], "");
     assert!(said.contains("rank 0 waited 10s in all_reduce #0 for rank 1 (last seen"), "{said}");
 }
 
-/// The waits of its host are counted: otherwise the tests that look for such waits would see nothing.
+/// The waits of its host are in the log: otherwise the tests that look for such waits would see nothing.
 #[test]
 fn rank_may_compute_longer_than_the_timeout() {
-    for ranks in [&[1, 1][..], &[2]] {
-        let folder = tempfile::tempdir().unwrap();
-        let said = play_in(folder.path(), "healthy", ranks, "");
-        assert_eq!(said.matches("2.0").count(), 2, "{ranks:?}: {said}");
-        let reports = reports(folder.path());
-        let mut waits = reports.iter().flat_map(|it| of_gpus(it, "host_waits_behind_nccl"));
-        assert!(waits.any(|it| it > 0), "{ranks:?}: {reports:?}");
-    }
+    let (said, log) = play("healthy", &[2], "");
+    assert_eq!(said.matches("2.0").count(), 2, "{said}");
+    assert!(!log.waits_behind_nccl().is_empty());
 }

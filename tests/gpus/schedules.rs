@@ -7,21 +7,18 @@ use crate::machine::{SHARES_GPUS, cpu_events, events, in_parallel, on_gpus, resu
 use crate::same::args;
 
 /// How many random schedules are tried, in turn with each of the runs.
-const SCHEDULES: usize = 200;
+const SCHEDULES: usize = 64;
 
 /// Runs that order streams in different ways: buckets, side streams, copies, messages; ranks that share a GPU.
-const RUNS: [(usize, &str); 11] = [
-    (2, "linear --batch-size=64"),
-    (2, "mlp --batch-size=64 --bucket-cap-mb=0.001"),
+const RUNS: [(usize, &str); 8] = [
+    (2, "mlp --batch-size=64 --bucket-cap-mb=0.001 --max-grad-norm=0.1 --amp=fp16"),
     (2, "mlp --batch-size=64 --num-workers=2 --prefetch-factor=3"),
-    (2, "mlp --batch-size=64 --max-grad-norm=0.1 --amp=fp16"),
     (2, "mlp --batch-size=64 --grad-accum-steps=2 --find-unused-parameters --val-fraction=0.2"),
     (2, "mlp --batch-size=64 --strategy=dp --dropout=0.2"),
     (2, "cnn --sync-batch-norm --batch-size=40"),
     (3, "mlp --batch-size=64 --bucket-cap-mb=0.001 --backend=threaded"),
     (2, "mlp --share-model --optimizer=adamw --val-fraction=0.2 --backend=threaded"),
     (3, "mlp --batch-size=64 --bucket-cap-mb=0.001 --zero --backend=nccl"),
-    (2, "mlp --batch-size=64 --strategy=dp --num-workers=1 --backend=threaded"),
 ];
 
 /// Runs `ranks` on a GPU each, or on one GPU if `row` names the backend.
@@ -54,12 +51,11 @@ fn random_stream_schedules_change_no_bit() {
 #[test]
 fn blocking_allocations_change_no_bit() {
     let expected = expected();
-    let cases: Vec<(usize, &str)> =
-        (0..RUNS.len()).flat_map(|run| [(run, "1"), (run, "2")]).collect();
-    in_parallel(&cases, |(run, waits)| {
-        let (ranks, row) = RUNS[*run];
-        let found = events(gpu_run(ranks, row, &[("SIM_MALLOC_WAITS", waits)]));
-        assert_eq!(results(&found), expected[*run], "SIM_MALLOC_WAITS={waits}, {row}");
+    let runs: Vec<usize> = (0..RUNS.len()).collect();
+    in_parallel(&runs, |&run| {
+        let (ranks, row) = RUNS[run];
+        let found = events(gpu_run(ranks, row, &[("SIM_MALLOC_WAITS", "1")]));
+        assert_eq!(results(&found), expected[run], "{row}");
     });
 }
 
@@ -74,7 +70,7 @@ fn ignored_stream_waits_are_noticed() {
         let events = stdout.lines().map_while(|line| serde_json::from_str(line).ok());
         code == Some(0) && results(&events.collect::<Vec<_>>()) == expected[run]
     };
-    for runs in [0..3, RUNS.len() - 4..RUNS.len()] {
+    for runs in [0..3, RUNS.len() - 3..RUNS.len()] {
         let same = runs.clone().filter(|&run| is_same((run, RUNS[run]))).count();
         assert!(same < runs.len(), "no run of {runs:?} depends on the order of streams");
     }

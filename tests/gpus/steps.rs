@@ -1,4 +1,4 @@
-//! What a step costs besides its work: the simulated machine counts waits of the host, and allocations.
+//! What a step costs besides its work: the simulated machine notes waits of the host, and allocations.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,33 +7,22 @@ use std::process::Command;
 use serde_json::Value;
 
 use crate::harness::run_command;
-use crate::machine::{has_no_wait_behind_nccl, in_parallel, of_gpus, on_gpus, reports, succeed};
+use crate::machine::{Log, end, gpu_events, in_parallel, on_gpus, succeed};
 use crate::same::args;
 
-/// The machine's counters, per GPU, of what no step may do because it can stall the GPUs.
-const COUNTS: [&str; 3] = ["cuda_mallocs", "pinned_mallocs", "host_waits"];
-
-/// Runs a command in one process, which must succeed, and returns the machine's report.
-fn report(mut command: Command) -> Value {
+/// Runs a command, which must succeed, and returns the log of its GPUs.
+fn log(mut command: Command) -> Log {
     let folder = tempfile::tempdir().unwrap();
-    command.env("SIM_REPORT", folder.path().join("report.json"));
+    let file = folder.path().join("log");
+    command.env("SIM_LOG", &file);
     succeed(command);
-    reports(folder.path()).remove(0)
-}
-
-/// Returns each of the counts, for each GPU, in a run of two epochs over so many samples.
-fn counts(gpus: usize, row: &str, samples: usize) -> [Vec<u64>; 3] {
-    let samples = format!("--num-samples={samples}");
-    let row: Vec<&str> = row.split_whitespace().collect();
-    let report = report(on_gpus(gpus, &[&row[..], &["--max-epochs=2", &samples]].concat()));
-    COUNTS.map(|name| of_gpus(&report, name))
+    Log::read(&file)
 }
 
 /// Runs in which the host copies something to a GPU or from it. `FOLDER` is one for files.
-const COPIES: [&str; 12] = [
+const COPIES: [&str; 11] = [
     "mlp --find-unused-parameters --max-epochs=2",
-    "mlp --static-graph --bucket-cap-mb=0.001",
-    "mlp --bucket-cap-mb=0.001 --max-epochs=2",
+    "mlp --static-graph --bucket-cap-mb=0.001 --max-epochs=2",
     "mlp --amp=fp16 --max-grad-norm=0.1",
     "mlp --num-workers=2 --max-epochs=2 --val-fraction=0.2",
     "mlp --exact-mean --check-replicas-every=3",
@@ -52,7 +41,7 @@ fn host_never_waits_behind_a_collective() {
         let folder = tempfile::tempdir().unwrap();
         let row = row.replace("FOLDER", folder.path().to_str().unwrap());
         let args = if ["comm", "verify"].contains(&&*row) { vec![&*row] } else { args(&row) };
-        has_no_wait_behind_nccl(&report(on_gpus(2, &args)), &row);
+        assert_eq!(log(on_gpus(2, &args)).waits_behind_nccl(), [""; 0], "{row}");
     });
 }
 
@@ -89,33 +78,49 @@ fn warm_up_makes_every_collective_of_a_step() {
 fn process_uses_only_the_gpu_of_its_rank() {
     for fault in ["", "remote:rank=1,call=9"] {
         let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("log");
         let args = ["--spawn=processes", "--model=mlp", "--num-workers=1", "--grace-period=5s"];
         let mut command = on_gpus(2, &args);
-        command.env("SIM_REPORT", folder.path().join("%p.json")).env("SIM_NCCL_FAULT", fault);
+        command.env("SIM_LOG", &file).env("SIM_NCCL_FAULT", fault);
         let (code, _, stderr) = run_command(command);
         assert_eq!(code, Some(i32::from(!fault.is_empty())), "{stderr}");
-        let mut contexts: Vec<_> =
-            reports(folder.path()).iter().map(|it| of_gpus(it, "contexts")).collect();
-        contexts.retain(|used| used.contains(&1)); // not of the process that starts the others
+        let mut contexts = Log::read(&file).contexts();
         contexts.sort();
-        assert_eq!(contexts, [[0, 1], [1, 0]], "{fault}: {stderr}");
+        assert_eq!(contexts, [[0], [1]], "{fault}: {stderr}");
     }
+}
+
+/// What no step may do because it can stall the GPUs, for each of them, in a run of so many steps.
+fn stalls(gpus: usize, row: &str, steps: usize) -> [Vec<usize>; 2] {
+    let steps = format!("--max-steps={steps}");
+    let row: Vec<&str> = row.split_whitespace().collect();
+    let log = log(on_gpus(gpus, &[&row[..], &["--num-samples=3200", &steps]].concat()));
+    ["cudaMalloc", "host waits"].map(|event| log.counts(event, gpus))
 }
 
 #[test]
 fn longer_runs_make_no_more_waits_or_allocations() {
     for (gpus, row) in [
         (1, "--model=linear"),
-        (2, "--model=linear"),
         (2, "--model=mlp --optimizer=adamw --bucket-cap-mb=0.01"),
-        (1, "--model=mlp --amp=bf16"),
-        (2, "--model=cnn --in-features=64"),
+        (2, "--model=cnn --in-features=64 --amp=bf16"),
         (2, "--model=mlp --num-workers=2"),
     ] {
-        let [few, many] = [640, 3200].map(|samples| counts(gpus, row, samples));
-        assert_eq!(few, many, "{COUNTS:?}, {gpus} GPUs, {row}");
+        let [few, many] = [10, 45].map(|steps| stalls(gpus, row, steps));
+        assert_eq!(few, many, "{gpus} GPUs, {row}");
     }
-    // Checks that the counters work: a loss scaler reads on the host whether the gradients are finite.
-    let [few, many] = [640, 3200].map(|samples| counts(1, "--model=mlp --amp=fp16", samples));
-    assert!(many[2][0] > few[2][0], "{few:?} and {many:?}");
+    // A loss scaler reads on the host whether the gradients are finite: that is noted.
+    let [few, many] = [10, 45].map(|steps| stalls(1, "--model=mlp --amp=fp16", steps));
+    assert!(many[1][0] > few[1][0], "{few:?} and {many:?}");
+}
+
+#[test]
+fn straggler_is_found_from_gpu_times() {
+    let slow = ["--inject-fault=slow=60ms:rank=1,at=step,step=2", "--num-samples=3072"];
+    let events = gpu_events(3, &slow);
+    let straggler = &end(&events)["straggler"];
+    assert_eq!((&straggler["rank"], &straggler["phase"]), (&1.into(), &"step".into()));
+    // Thirty steps, 60 ms each.
+    assert!(straggler["phase_seconds"].as_f64().unwrap() >= 1.7, "{straggler}");
+    assert!(end(&gpu_events(3, &slow[1..]))["straggler"].is_null());
 }

@@ -99,15 +99,13 @@ class Hosts:
                 print(f"launchers: {complaint}", file=sys.stderr)
 
 
-def two_hosts(program, on_gpus, tests):
-    """Of ranks on CPUs, of the command `on_gpus`, which simulates a GPU for each, and of the integration tests: their
-    program, and the folder that it runs in."""
+def two_hosts(program, tests):
+    """Of ranks on CPUs, and of the integration tests: their program, and the folder that it runs in."""
     hosts = Hosts()
     try:
         if why_not := hosts.why_not():
             return print(f"launchers: skipped: two hosts as network namespaces: {why_not}")
         by_hand(program, hosts, "two hosts")
-        by_hand(program, hosts, "two hosts with simulated GPUs", on_gpus)
         shared_memory(program, hosts, tests)
         who_listens(program, hosts)
         cut(program, hosts)
@@ -121,9 +119,9 @@ def two_hosts(program, on_gpus, tests):
         hosts.remove()
 
 
-def by_hand(program, hosts, what, command=None):
+def by_hand(program, hosts, what):
     for ranks, compare in [(1, same), (2, near)]:
-        first, second = hosts.start(command or [program], FLAGS, ranks)
+        first, second = hosts.start([program], FLAGS, ranks)
         result = first.result()
         second.end()
         [start] = first.events("start")

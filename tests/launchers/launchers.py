@@ -219,7 +219,7 @@ def main(program, simulated_gpus, only=None):
                 mpirun(program)
                 slurm(program, pathlib.Path(folder))
                 [tests] = build(INTEGRATION_TESTS)
-                two_hosts(program, on_gpus, tests)
+                two_hosts(program, tests)
         finally:
             end_what_is_left()
     print(f"launchers: all passed, with the torchrun of PyTorch {importlib.metadata.version('torch')}")

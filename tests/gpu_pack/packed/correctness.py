@@ -7,7 +7,7 @@ from machine import HERE, SAME_BITS, check_near, json_lines
 
 
 def losses(machine, findings):
-    """The losses of about 60 sets of options, with one rank and with several that share the GPU. A set that fails, or that
+    """The losses of about 40 sets of options, with one rank and with several that share the GPU. A set that fails, or that
     is late, leaves the others' results."""
     test = [machine.scratch / "tests-gpus", "--ignored", "--exact", "--nocapture"]
     test.append("hardware::gpu_losses_match_the_cpu_of_this_machine")

@@ -1,16 +1,15 @@
 // The caching allocator, as c10::cuda::CUDACachingAllocator.
 //
-// It takes segments from cudaMalloc and splits them into blocks. A freed block goes back to the pool of the stream that
-// it was allocated on. That stream may have it again at once, while its earlier work still uses it. A block that was
-// also used on other streams returns once they are done. What is freed is overwritten in the order of its own stream:
-// a missing `record_stream` shows.
+// A freed block goes back to the stream that it was allocated on, which may have it again at once, while its earlier
+// work still uses it. A block that was also used on other streams returns once they are done. What is freed is
+// overwritten in the order of its own stream: a missing `record_stream` shows.
 
 #include <algorithm>
 #include <deque>
 #include <map>
 #include <mutex>
 #include <set>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "machine.h"
@@ -18,32 +17,16 @@
 namespace sim {
 namespace {
 
-constexpr size_t KiB = 1024, MiB = 1024 * KiB;
 constexpr size_t min_block = 512;
-constexpr size_t max_small = 1 * MiB;            // larger allocations come from the large pool
-constexpr size_t small_segment = 2 * MiB;
-constexpr size_t large_segment = 20 * MiB;       // for allocations of up to `min_own_segment`
-constexpr size_t min_own_segment = 10 * MiB;     // from here on an allocation has a segment of its own
-constexpr size_t own_segment_multiple = 2 * MiB;
-
-size_t rounded_to(size_t size, size_t multiple) { return (size + multiple - 1) / multiple * multiple; }
+constexpr size_t segment = size_t{2} << 20;  // the least that cudaMalloc is asked for
 
 struct Block {
   int device;
   Stream* stream;
+  size_t size;  // a power of two
   char* address;
-  size_t size;
-  bool is_small;
-  bool is_allocated = false;
-  Block *previous = nullptr, *next = nullptr;  // its neighbours in the segment
-  std::set<Stream*> users;                     // streams named by `record_use`
+  std::set<Stream*> users = {};  // streams named by `record_use`
 };
-
-struct BySize {
-  static auto key(const Block* block) { return std::make_tuple(block->stream, block->size, block->address); }
-  bool operator()(const Block* a, const Block* b) const { return key(a) < key(b); }
-};
-using Pool = std::set<Block*, BySize>;
 
 // A freed block that other streams still use.
 struct Deferred {
@@ -54,9 +37,8 @@ struct Deferred {
 // Of one device. The lock is held during cudaMalloc, as in libtorch.
 struct Cache {
   std::mutex mutex;
-  Pool small, large;
+  std::map<std::pair<Stream*, size_t>, std::vector<Block*>> free;
   std::deque<Deferred> deferred;
-  Pool& pool_of(const Block* block) { return block->is_small ? small : large; }
 };
 
 Cache& cache_of(int device) {
@@ -71,32 +53,15 @@ std::map<uintptr_t, Block*>& blocks() {
   return *all;
 }
 
-// Joins `block` with a free neighbour.
-void merge(Cache& cache, Block* block, Block* neighbour) {
-  if (neighbour == nullptr || neighbour->is_allocated || cache.pool_of(neighbour).erase(neighbour) == 0) return;
-  if (block->previous == neighbour) {
-    block->address = neighbour->address;
-    block->previous = neighbour->previous;
-    if (block->previous != nullptr) block->previous->next = block;
-  } else {
-    block->next = neighbour->next;
-    if (block->next != nullptr) block->next->previous = block;
-  }
-  block->size += neighbour->size;
-  delete neighbour;
-}
-
 void free_block(Cache& cache, Block* block) {
   auto overwrite = [address = block->address, size = block->size] { poison(address, size); };
   if (is_idle(block->stream)) {
     overwrite();
   } else {
-    enqueue(block->stream, "free", overwrite);
+    enqueue(block->stream, overwrite);
   }
   block->users.clear();
-  merge(cache, block, block->previous);
-  merge(cache, block, block->next);
-  cache.pool_of(block).insert(block);
+  cache.free[{block->stream, block->size}].push_back(block);
 }
 
 // Frees blocks whose other streams are done with them, in the order in which they were released.
@@ -113,53 +78,16 @@ void free_deferred(Cache& cache) {
   }
 }
 
-// cudaMalloc may wait until GPUs are idle.
-void wait_as_cuda_malloc(int device) {
-  static const long waits = setting("SIM_MALLOC_WAITS", 0);
-  for (int i = 0; i < device_count(); i++) {
-    if (waits >= 2 || (waits == 1 && i == device)) synchronize_device(i, "cudaMalloc");
-  }
-}
-
-Block* cuda_malloc(int device, Stream* stream, size_t size, bool is_small) {
-  count(device, Counter::CudaMallocs);
-  trace("GPU %d: cudaMalloc of %zu bytes", device, size);
-  wait_as_cuda_malloc(device);
-  auto* block = new Block{device, stream, take_segment(size), size, is_small};
-  poison(block->address, size);
-  return block;
-}
-
-// Returns the smallest free block of the stream that is large enough, or null.
-Block* find_block(Pool& pool, Stream* stream, size_t size) {
-  Block wanted{0, stream, nullptr, size, false};
-  auto found = pool.lower_bound(&wanted);
-  if (found == pool.end() || (*found)->stream != stream) return nullptr;
-  auto* block = *found;
-  pool.erase(found);
-  return block;
-}
-
-void split(Cache& cache, Block* block, size_t size) {
-  const size_t rest = block->size - size;
-  if (block->is_small ? rest < min_block : rest <= max_small) return;
-  auto* remaining = new Block{block->device, block->stream, block->address + size, rest, block->is_small};
-  remaining->previous = block;
-  remaining->next = block->next;
-  if (remaining->next != nullptr) remaining->next->previous = remaining;
-  block->next = remaining;
-  block->size = size;
-  cache.pool_of(remaining).insert(remaining);
-}
-
-// Removes the block of an address from the allocated ones, or returns null.
-Block* take_block(void* pointer) {
-  std::lock_guard<std::mutex> lock(blocks_mutex);
-  auto found = blocks().find(reinterpret_cast<uintptr_t>(pointer));
-  if (found == blocks().end()) return nullptr;
-  auto* block = found->second;
-  blocks().erase(found);
-  return block;
+// Gets free blocks of this size from cudaMalloc.
+void cuda_malloc(std::vector<Block*>& free, int device, Stream* stream, size_t size) {
+  const auto bytes = std::max(size, segment);
+  note(device, "cudaMalloc", std::to_string(bytes));
+  // It may wait until GPUs are idle.
+  static const bool waits = setting("SIM_MALLOC_WAITS", 0) != 0;
+  for (int i = 0; waits && i < device_count(); i++) synchronize_device(i, "cudaMalloc");
+  auto* memory = take_segment(bytes);
+  poison(memory, bytes);
+  for (size_t at = 0; at < bytes; at += size) free.push_back(new Block{device, stream, size, memory + at});
 }
 
 }  // namespace
@@ -168,29 +96,28 @@ void* allocate(int device, Stream* stream, size_t requested) {
   auto& cache = cache_of(device);
   std::lock_guard<std::mutex> lock(cache.mutex);
   free_deferred(cache);
-  const size_t size = rounded_to(std::max<size_t>(requested, 1), min_block);
-  const bool is_small = size <= max_small;
-  auto& pool = is_small ? cache.small : cache.large;
-  auto* block = find_block(pool, stream, size);
-  if (block == nullptr) {
-    const size_t segment = is_small                 ? small_segment
-                           : size < min_own_segment ? large_segment
-                                                    : rounded_to(size, own_segment_multiple);
-    block = cuda_malloc(device, stream, segment, is_small);
-  }
-  split(cache, block, size);
-  block->is_allocated = true;
+  size_t size = min_block;
+  while (size < requested) size *= 2;
+  auto& same = cache.free[{stream, size}];
+  if (same.empty()) cuda_malloc(same, device, stream, size);
+  auto* block = same.back();
+  same.pop_back();
   std::lock_guard<std::mutex> blocks_lock(blocks_mutex);
   blocks()[reinterpret_cast<uintptr_t>(block->address)] = block;
   return block->address;
 }
 
 void release(void* pointer) {
-  auto* block = take_block(pointer);
-  if (block == nullptr) return;
+  Block* block = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(blocks_mutex);
+    auto found = blocks().find(reinterpret_cast<uintptr_t>(pointer));
+    if (found == blocks().end()) return;
+    block = found->second;
+    blocks().erase(found);
+  }
   auto& cache = cache_of(block->device);
   std::lock_guard<std::mutex> lock(cache.mutex);
-  block->is_allocated = false;
   std::vector<Event*> events;
   for (auto* user : block->users) {
     if (user == block->stream) continue;

@@ -1,25 +1,15 @@
-// The GPUs of the machine: which are visible, which have failed, and the driver API that describes them.
+// The GPUs of the machine: which are visible, and the driver API that describes them.
 
 #include "machine.h"
 
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
-#include <mutex>
+#include <cstring>
 #include <sstream>
 #include <vector>
 
 namespace sim {
-
-// No two GPUs have the same: hosts differ by a hash (FNV-1a) of their name.
-static std::string uuid_text(int physical) {
-  uint32_t host = 2166136261;
-  for (char c : host_name()) host = (host ^ static_cast<unsigned char>(c)) * 16777619;
-  char text[64];
-  snprintf(text, sizeof text, "GPU-%08x-0000-4000-8000-%012x", host, physical);
-  return text;
-}
 
 // As the driver: the list ends at the first word that is the number of no GPU.
 static std::vector<int> find_visible() {
@@ -58,28 +48,7 @@ void set_device(int device) {
 
 void start_context(int device) {
   static auto* has_context = new std::vector<std::atomic<bool>>(device_count());
-  if (!has_context->at(device).exchange(true)) count(device, Counter::Contexts);
-}
-
-static std::mutex failures_mutex;
-static std::atomic<bool> has_failure{false};
-static std::map<int, std::string>& failures() {
-  static auto* all = new std::map<int, std::string>;
-  return *all;
-}
-
-void fail(int device, const std::string& reason) {
-  std::lock_guard<std::mutex> lock(failures_mutex);
-  failures().emplace(device, reason);
-  has_failure = true;
-  trace("GPU %d fails: %s", device, reason.c_str());
-}
-
-std::string failure(int device) {
-  if (!has_failure) return {};
-  std::lock_guard<std::mutex> lock(failures_mutex);
-  auto found = failures().find(device);
-  return found == failures().end() ? std::string() : found->second;
+  if (!has_context->at(device).exchange(true)) note(device, "context");
 }
 
 }  // namespace sim
@@ -89,19 +58,11 @@ std::string failure(int device) {
 extern "C" {
 
 using CUresult = int;
-constexpr CUresult SUCCESS = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101;
-static std::atomic<bool> is_initialized{false};
-
-static CUresult check(int device) {
-  if (!is_initialized) return NOT_INITIALIZED;
-  return device < 0 || device >= sim::device_count() ? INVALID_DEVICE : SUCCESS;
-}
+constexpr CUresult SUCCESS = 0, NO_DEVICE = 100;
 
 CUresult cuInit(unsigned) {
   if (long error = sim::setting("SIM_CUINIT_ERROR", 0)) return static_cast<CUresult>(error);
-  if (sim::device_count() == 0) return NO_DEVICE;
-  is_initialized = true;
-  return SUCCESS;
+  return sim::device_count() == 0 ? NO_DEVICE : SUCCESS;
 }
 
 CUresult cuDriverGetVersion(int* version) {
@@ -110,58 +71,25 @@ CUresult cuDriverGetVersion(int* version) {
 }
 
 CUresult cuDeviceGetCount(int* count) {
-  if (!is_initialized) return NOT_INITIALIZED;
   *count = sim::device_count();
   return SUCCESS;
 }
 
 CUresult cuDeviceGet(int* device, int ordinal) {
-  if (CUresult error = check(ordinal)) return error;
   *device = ordinal;
   return SUCCESS;
 }
 
 CUresult cuDeviceGetName(char* name, int size, int device) {
-  if (CUresult error = check(device)) return error;
   snprintf(name, static_cast<size_t>(size), "Simulated GPU %d", sim::physical_device(device));
   return SUCCESS;
 }
 
 CUresult cuDeviceGetUuid_v2(char* uuid, int device) {
-  if (CUresult error = check(device)) return error;
-  std::string digits;
-  for (char c : sim::uuid_text(sim::physical_device(device)).substr(4)) {
-    if (c != '-') digits += c;
-  }
-  for (size_t i = 0; i < 16; i++) {
-    uuid[i] = static_cast<char>(std::stoi(digits.substr(2 * i, 2), nullptr, 16));
-  }
+  memset(uuid, 0, 16);
+  uuid[15] = static_cast<char>(sim::physical_device(device));
   return SUCCESS;
 }
 CUresult cuDeviceGetUuid(char* uuid, int device) { return cuDeviceGetUuid_v2(uuid, device); }
-
-struct ErrorText {
-  CUresult error;
-  const char *name, *text;
-};
-constexpr ErrorText error_texts[] = {
-    {SUCCESS, "CUDA_SUCCESS", "no error"},
-    {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
-    {NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
-    {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
-    {803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
-     "system has unsupported display driver / cuda driver combination"},
-};
-
-static CUresult find_text(CUresult error, const char* ErrorText::*field, const char** text) {
-  *text = nullptr;
-  for (auto& known : error_texts) {
-    if (known.error == error) *text = known.*field;
-  }
-  return *text == nullptr ? INVALID_VALUE : SUCCESS;
-}
-
-CUresult cuGetErrorName(CUresult error, const char** name) { return find_text(error, &ErrorText::name, name); }
-CUresult cuGetErrorString(CUresult error, const char** text) { return find_text(error, &ErrorText::text, text); }
 
 }  // extern "C"

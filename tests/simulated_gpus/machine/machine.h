@@ -7,8 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
-#include <set>
+#include <optional>
 #include <string>
 
 namespace sim {
@@ -16,29 +15,19 @@ namespace sim {
 struct Stream;
 struct Event;
 
-// --- settings ---
+// --- settings and the log ---
 
 // An environment variable as a number; `fallback` if it is unset or empty.
 long setting(const char* name, long fallback);
-std::string text_setting(const char* name, const char* fallback = "");
-// The name of the host that this process is on: SIM_HOST, or the system's.
-std::string host_name();
-// Prints to stderr if SIM_TRACE=1.
-__attribute__((format(printf, 1, 2))) void trace(const char* format, ...);
+std::string text_setting(const char* name);
+// Adds a line to the file SIM_LOG: the process, the device, the event and the detail.
+void note(int device, const char* event, const std::string& detail = "");
 // Returns a random delay in microseconds, 0 without SIM_SEED. The same seed, lane and index give the same delay.
 long random_delay_us(uint64_t lane, uint64_t index);
 void sleep_us(long microseconds);
 
 // --- faults ---
 
-// A setting KIND:KEY=VALUE,...; of no kind if there is none.
-struct Fault {
-  std::string kind;
-  std::map<std::string, std::string> options;
-  std::string option(const char* key) const;
-};
-// Reads the setting `variable`; ends the process if it has another kind or key.
-Fault read_fault(const char* variable, const std::set<std::string>& kinds, const std::set<std::string>& keys);
 // Returns `work`, or what SIM_FAULT makes of it: it never ends, or it ends the process.
 std::function<void()> with_fault(const char* name, int device, std::function<void()> work);
 // Changes a bit of the result of this work, if the fault is of that kind.
@@ -53,13 +42,8 @@ int physical_device(int device);
 // The current device of the calling thread.
 int current_device();
 void set_device(int device);
-// Counts the device's context if this is the first call for it: setting a device to another, a query, and work start one.
+// Notes the device's context if this is the first call for it: setting another device, a query, and work start one.
 void start_context(int device);
-
-// Marks a device as failed for the rest of the process. The first reason stays.
-void fail(int device, const std::string& reason);
-// Returns why a device has failed, or an empty string.
-std::string failure(int device);
 
 // --- streams ---
 
@@ -70,15 +54,15 @@ Stream* current_stream(int device);
 Stream* exchange_stream(Stream* stream);
 int device_of(const Stream* stream);
 
-// Adds work to the end of the queue. `name` must be a literal or live as long as the process.
+// Adds work to the end of the queue. `name` is what SIM_FAULT calls it.
 void launch(Stream* stream, const char* name, std::function<void()> work);
 // As `launch`, for what CUDA does without a launch: it is not delayed.
-void enqueue(Stream* stream, const char* name, std::function<void()> work);
+void enqueue(Stream* stream, std::function<void()> work);
 // Notes that the stream's last work waits for other ranks. A wait of the host for it, or for what depends on it, is
-// counted as one behind NCCL, unless the host has seen before that it is done: whether it happens to be done is not asked.
+// noted as one behind NCCL, unless the host has seen before that it is done: whether it happens to be done is not asked.
 void mark_collective(Stream* stream);
 bool is_idle(Stream* stream);
-// Blocks the host until the queue is empty, as cudaStreamSynchronize. SIM_TRACE prints the `reason`.
+// Blocks the host until the queue is empty, as cudaStreamSynchronize. The log has the `reason`.
 void synchronize(Stream* stream, const char* reason);
 void synchronize_device(int device, const char* reason);
 
@@ -91,11 +75,8 @@ void record(Event* event, Stream* stream);
 void wait(Stream* stream, Event* event);
 // Returns what the host sees, which may lag behind the stream (SIM_SEED).
 bool is_done(Event* event);
-// Blocks the host.
-void synchronize(Event* event);
-enum class Elapsed { Known, NotTimed, NotDone };
-// Writes the milliseconds between the moments at which the streams reached two events.
-Elapsed elapsed_ms(Event* start, Event* end, double* milliseconds);
+// Returns the milliseconds between the moments at which streams reached two events, if both have times and are done.
+std::optional<double> elapsed_ms(Event* start, Event* end);
 
 // --- memory ---
 
@@ -123,10 +104,5 @@ struct Access {
   ~Access();
   Access(const Access&) = delete;
 };
-
-// --- the report (SIM_REPORT) ---
-
-enum class Counter { CudaMallocs, PinnedMallocs, HostWaits, HostWaitsBehindNccl, Contexts };
-void count(int device, Counter counter);
 
 }  // namespace sim

@@ -55,45 +55,25 @@ void poison(void* pointer, size_t size) {
 }
 
 // --- pinned memory ---
-//
-// As libtorch's CachingHostAllocator: sizes are powers of two, and blocks are kept for the next allocation of their
-// size. A copy that still reads a block keeps its tensor, so a block is free of copies when it comes back.
 
 static std::mutex pinned_mutex;
 static std::map<uintptr_t, size_t>& pinned() {
   static auto* all = new std::map<uintptr_t, size_t>;
   return *all;
 }
-static std::map<size_t, std::vector<void*>>& free_pinned() {
-  static auto* all = new std::map<size_t, std::vector<void*>>;
-  return *all;
-}
 
+// A copy that still reads it keeps its tensor, so that it comes back later.
 void* allocate_pinned(size_t size) {
-  size_t rounded = 64;
-  while (rounded < size) rounded *= 2;
+  auto* pointer = malloc(size);
   std::lock_guard<std::mutex> lock(pinned_mutex);
-  auto& same = free_pinned()[rounded];
-  void* pointer = nullptr;
-  if (!same.empty()) {
-    pointer = same.back();
-    same.pop_back();
-  } else {
-    count(current_device(), Counter::PinnedMallocs);
-    trace("cudaHostAlloc of %zu bytes", rounded);
-    if (posix_memalign(&pointer, 4096, rounded) != 0) return nullptr;
-  }
-  memset(pointer, 0xff, rounded);
-  pinned()[reinterpret_cast<uintptr_t>(pointer)] = rounded;
+  pinned()[reinterpret_cast<uintptr_t>(pointer)] = size;
   return pointer;
 }
 
 void release_pinned(void* pointer) {
   std::lock_guard<std::mutex> lock(pinned_mutex);
-  auto found = pinned().find(reinterpret_cast<uintptr_t>(pointer));
-  if (found == pinned().end()) return;
-  free_pinned()[found->second].push_back(pointer);
-  pinned().erase(found);
+  pinned().erase(reinterpret_cast<uintptr_t>(pointer));
+  free(pointer);
 }
 
 bool is_pinned(const void* pointer) {

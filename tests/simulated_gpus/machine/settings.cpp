@@ -1,12 +1,12 @@
-// Settings from the environment, trace output, and random schedules.
+// Settings from the environment, the log, and random schedules.
 
 #include "machine.h"
 
 #include <algorithm>
-#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 
+#include <fcntl.h>
 #include <unistd.h>
 
 namespace sim {
@@ -16,26 +16,16 @@ long setting(const char* name, long fallback) {
   return text == nullptr || *text == 0 ? fallback : atol(text);
 }
 
-std::string text_setting(const char* name, const char* fallback) {
+std::string text_setting(const char* name) {
   const char* text = getenv(name);
-  return text == nullptr || *text == 0 ? fallback : text;
+  return text == nullptr ? "" : text;
 }
 
-std::string host_name() {
-  char name[256] = "";
-  gethostname(name, sizeof name - 1);
-  return text_setting("SIM_HOST", name);
-}
-
-void trace(const char* format, ...) {
-  static const bool is_on = setting("SIM_TRACE", 0) != 0;
-  if (!is_on) return;
-  char line[512];
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(line, sizeof line, format, arguments);
-  va_end(arguments);
-  fprintf(stderr, "sim: %s\n", line);
+// One write for each line, at the end of a file that several processes may share.
+void note(int device, const char* event, const std::string& detail) {
+  static const auto name = text_setting("SIM_LOG");
+  static const int file = name.empty() ? -1 : open(name.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  if (file >= 0) dprintf(file, "%d %d %s: %s\n", getpid(), device, event, detail.c_str());
 }
 
 // splitmix64.

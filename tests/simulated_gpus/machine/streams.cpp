@@ -31,7 +31,6 @@ struct Stream {
   std::mutex mutex;
   std::condition_variable changed;
   struct Work {
-    const char* name;
     std::function<void()> run;
     bool is_delayed;
   };
@@ -46,14 +45,15 @@ struct Stream {
   uint64_t lane() const { return static_cast<uint64_t>(physical_device(device)) << 32 | static_cast<uint32_t>(number); }
 };
 
+// By device; the first is the default stream. The mutex guards them.
 static std::mutex machine_mutex;
 static std::vector<std::vector<Stream*>>& streams() {
   static auto* all = new std::vector<std::vector<Stream*>>(device_count());
   return *all;
 }
 
+// With the lock held.
 static Stream* make_stream(int device) {
-  std::lock_guard<std::mutex> lock(machine_mutex);
   auto& of_device = streams().at(device);
   auto* stream = new Stream{};
   stream->device = device;
@@ -64,16 +64,14 @@ static Stream* make_stream(int device) {
 }
 
 Stream* default_stream(int device) {
-  static auto* once = new std::once_flag;
-  std::call_once(*once, [] {
-    for (int i = 0; i < device_count(); i++) make_stream(i);
-  });
   std::lock_guard<std::mutex> lock(machine_mutex);
-  return streams().at(device)[0];
+  auto& of_device = streams().at(device);
+  return of_device.empty() ? make_stream(device) : of_device[0];
 }
 
 Stream* new_stream(int device) {
   default_stream(device);  // takes number 0
+  std::lock_guard<std::mutex> lock(machine_mutex);
   return make_stream(device);
 }
 
@@ -108,7 +106,6 @@ static void serve(Stream* stream) {
       stream->queue.pop_front();
     }
     if (work.is_delayed) sleep_us(stream->delay_us + random_delay_us(stream->lane(), index++));
-    trace("GPU %d stream %d runs %s", stream->device, stream->number, work.name);
     work.run();
     work.run = nullptr;
     {
@@ -158,12 +155,10 @@ static Collectives behind(Stream* stream) {
 }
 
 void launch(Stream* stream, const char* name, std::function<void()> work) {
-  push(stream, {name, with_fault(name, stream->device, std::move(work)), true});
+  push(stream, {with_fault(name, stream->device, std::move(work)), true});
 }
 
-void enqueue(Stream* stream, const char* name, std::function<void()> work) {
-  push(stream, {name, std::move(work), false});
-}
+void enqueue(Stream* stream, std::function<void()> work) { push(stream, {std::move(work), false}); }
 
 bool is_idle(Stream* stream) {
   std::lock_guard<std::mutex> lock(stream->mutex);
@@ -176,16 +171,13 @@ static void drain(Stream* stream) {
   stream->changed.wait(lock, [&] { return stream->completed >= all; });
 }
 
-static void report_wait(int device, const char* reason, const Collectives& behind) {
-  const bool is_behind = !is_seen(behind);
-  trace("host waits for GPU %d%s: %s", device, is_behind ? " behind NCCL" : "", reason);
-  count(device, Counter::HostWaits);
-  if (is_behind) count(device, Counter::HostWaitsBehindNccl);
+static void note_wait(int device, const char* reason, const Collectives& behind) {
+  note(device, is_seen(behind) ? "host waits" : "host waits behind NCCL", reason);
 }
 
 void synchronize(Stream* stream, const char* reason) {
   const auto all = behind(stream);
-  report_wait(stream->device, reason, all);
+  note_wait(stream->device, reason, all);
   drain(stream);
   see(all);
 }
@@ -199,7 +191,7 @@ void synchronize_device(int device, const char* reason) {
   }
   Collectives collectives;
   for (auto* stream : all) merge(collectives, behind(stream));
-  report_wait(device, reason, collectives);
+  note_wait(device, reason, collectives);
   for (auto* stream : all) drain(stream);
   see(collectives);
 }
@@ -208,36 +200,19 @@ void synchronize_device(int device, const char* reason) {
 
 // One recording of an event.
 struct Mark {
-  std::mutex mutex;
-  std::condition_variable passed;
-  bool is_passed = false;
+  std::atomic<bool> is_passed{false};
   Collectives behind;         // what the recording depends on
   Clock::time_point at;       // when the stream reached it
   Clock::time_point visible;  // when the host may see that
 };
 
 struct Event {
-  std::mutex mutex;
   bool is_timed;
-  int device = 0;
-  std::shared_ptr<Mark> mark;  // null: never recorded
+  std::atomic<int> device{0};
+  std::atomic<std::shared_ptr<Mark>> mark;  // null: never recorded
 };
 
-static void await(Mark& mark) {
-  std::unique_lock<std::mutex> lock(mark.mutex);
-  mark.passed.wait(lock, [&] { return mark.is_passed; });
-}
-
-static std::shared_ptr<Mark> mark_of(Event* event) {
-  std::lock_guard<std::mutex> lock(event->mutex);
-  return event->mark;
-}
-
-Event* new_event(bool is_timed) {
-  auto* event = new Event;
-  event->is_timed = is_timed;
-  return event;
-}
+Event* new_event(bool is_timed) { return new Event{is_timed}; }
 
 void free_event(Event* event) { delete event; }
 
@@ -251,16 +226,12 @@ void record(Event* event, Stream* stream) {
     mark->behind = stream->behind;
   }
   const auto lag = std::chrono::microseconds(random_delay_us(~stream->lane(), index));
-  push(stream, {"event", [mark, lag] {
-    {
-      std::lock_guard<std::mutex> lock(mark->mutex);
-      mark->at = Clock::now();
-      mark->visible = mark->at + lag;
-      mark->is_passed = true;
-    }
-    mark->passed.notify_all();
+  push(stream, {[mark, lag] {
+    mark->at = Clock::now();
+    mark->visible = mark->at + lag;
+    mark->is_passed = true;
+    mark->is_passed.notify_all();
   }, true});
-  std::lock_guard<std::mutex> lock(event->mutex);
   event->mark = mark;
   event->device = stream->device;
 }
@@ -269,41 +240,27 @@ void wait(Stream* stream, Event* event) {
   // As if the program had forgotten all its waits: no test of an order may pass.
   static const bool is_ignored = setting("SIM_IGNORE_WAITS", 0) != 0;
   if (is_ignored) return;
-  auto mark = mark_of(event);
+  const auto mark = event->mark.load();
   if (mark == nullptr) return;
-  push(stream, {"wait", [mark] { await(*mark); }, true});
+  push(stream, {[mark] { mark->is_passed.wait(false); }, true});
   std::lock_guard<std::mutex> lock(stream->mutex);
   merge(stream->behind, mark->behind);
 }
 
 bool is_done(Event* event) {
-  auto mark = mark_of(event);
+  const auto mark = event->mark.load();
   if (mark == nullptr) return true;
-  {
-    std::lock_guard<std::mutex> lock(mark->mutex);
-    if (!mark->is_passed || Clock::now() < mark->visible) return false;
-  }
+  if (!mark->is_passed || Clock::now() < mark->visible) return false;
   see(mark->behind);
   return true;
 }
 
-void synchronize(Event* event) {
-  auto mark = mark_of(event);
-  if (mark == nullptr) return;
-  report_wait(event->device, "an event", mark->behind);
-  await(*mark);
-  std::this_thread::sleep_until(mark->visible);
-  see(mark->behind);
-}
-
-Elapsed elapsed_ms(Event* start, Event* end, double* milliseconds) {
-  if (!start->is_timed || !end->is_timed) return Elapsed::NotTimed;
-  auto from = mark_of(start), to = mark_of(end);
-  if (from == nullptr || to == nullptr) return Elapsed::NotTimed;
-  if (!is_done(start) || !is_done(end)) return Elapsed::NotDone;
+std::optional<double> elapsed_ms(Event* start, Event* end) {
+  const auto from = start->mark.load(), to = end->mark.load();
+  if (!start->is_timed || !end->is_timed || from == nullptr || to == nullptr) return {};
+  if (!is_done(start) || !is_done(end)) return {};
   static const double rate = 1 + static_cast<double>(setting("SIM_CLOCK_PPM", 0)) / 1e6;
-  *milliseconds = rate * std::chrono::duration<double, std::milli>(to->at - from->at).count();
-  return Elapsed::Known;
+  return rate * std::chrono::duration<double, std::milli>(to->at - from->at).count();
 }
 
 }  // namespace sim

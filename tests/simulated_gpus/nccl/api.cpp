@@ -1,14 +1,7 @@
 // The functions of libnccl.so.2 that ddp-mp calls.
-//
-// A communicator launches on a thread of each group. It answers "in progress" until then and for some polls more, and
-// refuses calls meanwhile.
 
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <map>
-#include <mutex>
-#include <system_error>
 
 #include "communicator.h"
 
@@ -19,21 +12,6 @@ namespace {
 std::mutex last_error_mutex;
 char last_error[1024] = "";
 
-}  // namespace
-
-void remember(const std::string& reason) {
-  std::lock_guard<std::mutex> lock(last_error_mutex);
-  snprintf(last_error, sizeof last_error, "%s", reason.c_str());
-}
-
-Result failed(Result result, const std::string& reason) {
-  remember(reason);
-  sim::trace("NCCL fails: %s", reason.c_str());
-  return result;
-}
-
-namespace {
-
 // A call with a communicator that has ended is a defect of the program: it must not go unnoticed.
 void check_alive(Comm comm, const char* call) {
   if (comm != nullptr && comm->state == ncclComm::alive) return;
@@ -41,60 +19,15 @@ void check_alive(Comm comm, const char* call) {
   abort();
 }
 
-// --- groups ---
-
-struct Launch {
-  Comm comm;
-  sim::Stream* stream;
-  std::vector<Call> calls;
-};
+// Of this thread. A group is of one communicator and one stream.
 thread_local int group_depth = 0;
-thread_local std::vector<Launch> group;
+thread_local Launch group;
 thread_local Result group_error = Success;
 
-// Calls `work`, which launches, on a thread.
-Result launch(Comm comm, std::function<void()> work) {
-  comm->outstanding++;
-  if (comm->launcher.joinable()) comm->launcher.join();
-  comm->is_launching = true;
-  begin_polls(comm);
-  try {
-    comm->launcher = std::thread([comm, work = std::move(work)] {
-      work();
-      comm->is_launching = false;
-    });
-  } catch (const std::system_error& error) {
-    comm->outstanding--;
-    comm->is_launching = false;
-    fail(comm, SystemError, std::string("Call to pthread_create failed: ") + error.what());
-    return SystemError;
-  }
-  return InProgress;
-}
-
-Result launch_all() {
-  auto launches = std::move(group);
-  group.clear();
-  auto result = Success;
-  for (auto& [comm, stream, calls] : launches) {
-    const long number = ++comm->launches;
-    const auto fault = fault_at(false, comm->rank, number);
-    if (fault == "launch") {
-      fail(comm, UnhandledCudaError, "Cuda failure 'unspecified launch failure'");
-      result = failed(UnhandledCudaError, comm->error_text);
-      continue;
-    }
-    const auto launched = launch(comm, [=, comm = comm, stream = stream, calls = std::move(calls)] {
-      sim::launch(stream, operation_names[calls[0].agreed.operation], [=] {
-        run(comm, calls, static_cast<uint64_t>(number), fault);
-        comm->outstanding--;
-        comm->inbox->wake();
-      });
-      if (comm->size > 1) sim::mark_collective(stream);
-    });
-    if (result == Success || launched == SystemError) result = launched;
-  }
-  return result;
+Result launch_group() {
+  const auto launch = std::move(group);
+  group = {};
+  return launch.calls.empty() ? Success : begin(launch);
 }
 
 std::string find_mistake(Comm comm, sim::Stream* stream, const Call& call) {
@@ -103,6 +36,7 @@ std::string find_mistake(Comm comm, sim::Stream* stream, const Call& call) {
   if (agreed.reduction < 0 || agreed.reduction >= Reductions) return "invalid reduction";
   if (agreed.root < 0 || agreed.root >= comm->size) return "invalid root or peer";
   if (sim::device_of(stream) != comm->device) return "the stream is another device's";
+  if (group.comm != nullptr && (group.comm != comm || group.stream != stream)) return "a group of several streams";
   const bool writes = agreed.operation != Reduce || agreed.root == comm->rank;
   for (auto* buffer : {call.input, writes ? static_cast<const void*>(call.output) : nullptr}) {
     if (buffer == nullptr || agreed.count == 0) continue;
@@ -125,19 +59,14 @@ Result add(Comm comm, sim::Stream* stream, const Call& call) {
   if (!mistake.empty()) return refuse(InvalidArgument, name + " : " + mistake);
   if (comm->is_finalized) return refuse(InvalidUsage, name + " after ncclCommFinalize");
   if (comm->error != Success) return refuse(static_cast<Result>(comm->error.load()), comm->error_text);
-  if (!comm->is_joined || comm->is_launching || comm->polls_left > 0) {
+  if (!comm->is_joined || comm->polls_left > 0) {
     return refuse(InvalidArgument, "Attempt to use communicator before the previous operation returned ncclSuccess");
   }
-  for (auto& each : group) {
-    if (each.comm != comm || each.stream != stream) continue;
-    each.calls.push_back(call);
-    return Success;
-  }
-  group.push_back({comm, stream, {call}});
-  return group_depth == 0 ? launch_all() : Success;
+  group.comm = comm;
+  group.stream = stream;
+  group.calls.push_back(call);
+  return group_depth == 0 ? launch_group() : Success;
 }
-
-// --- initialization ---
 
 // The configuration, in the layout that all versions share from 2.14 on. NCCL reads no more than it knows.
 struct Config {
@@ -145,56 +74,22 @@ struct Config {
   unsigned magic, version;
   int blocking;
 };
-constexpr unsigned config_magic = 0xcafebeef;
 
 // The program must not let a communicator block: its call would not come back from a failure of another rank.
 Result check_config(const Config* config) {
-  if (config == nullptr || config->size < offsetof(Config, blocking) + sizeof(int) || config->magic != config_magic) {
-    return failed(InvalidArgument, "ncclConfig_t argument not initialized via NCCL_CONFIG_INITIALIZER");
-  }
-  if (config->version < 21400 || config->blocking != 0) {
-    return failed(InvalidArgument, "Invalid config blocking attribute value " + std::to_string(config->blocking));
-  }
-  return Success;
-}
-
-// Returns how many communicators the rank number has been given in this process, with this one.
-long count_communicators(int rank) {
-  static std::mutex mutex;
-  static auto* counts = new std::map<int, long>;
-  std::lock_guard<std::mutex> lock(mutex);
-  return ++(*counts)[rank];
-}
-
-// On a thread of its own.
-void bootstrap(Comm comm) {
-  std::string reason;
-  const auto result = join(comm->id, comm->rank, comm->size, sim::physical_device(comm->device), comm->inbox,
-                           comm->is_aborted, &comm->group, &reason);
-  if (result != Success) {
-    fail(comm, result, reason);
-  } else {
-    comm->is_joined = true;
-  }
-  comm->inbox->wake();
-}
-
-// Ends the communicator. Its memory stays, so that a later use is noticed.
-void end(Comm comm, bool is_abort) {
-  if (is_abort) {
-    comm->is_aborted = true;
-    comm->inbox->wake();
-  }
-  if (comm->bootstrap.joinable()) comm->bootstrap.join();
-  if (comm->launcher.joinable()) comm->launcher.join();
-  comm->inbox->wait_until([&] { return comm->outstanding == 0; });
-  for (auto& peer : comm->group.peers) {
-    if (peer != nullptr) peer->end(is_abort);
-  }
-  comm->state = 0;
+  const bool is_known = config->magic == 0xcafebeef && config->version >= 21400;
+  if (is_known && config->blocking == 0) return Success;
+  return failed(InvalidArgument, "Invalid config blocking attribute value " + std::to_string(config->blocking));
 }
 
 }  // namespace
+
+Result failed(Result result, const std::string& reason) {
+  std::lock_guard<std::mutex> lock(last_error_mutex);
+  snprintf(last_error, sizeof last_error, "%s", reason.c_str());
+  return result;
+}
+
 }  // namespace sim_nccl
 
 using namespace sim_nccl;
@@ -202,7 +97,7 @@ using namespace sim_nccl;
 extern "C" {
 
 int ncclGetVersion(int* number) {
-  *number = version();
+  *number = static_cast<int>(version());
   return Success;
 }
 
@@ -213,7 +108,6 @@ const char* ncclGetErrorString(int result) {
     case Success: return "no error";
     case UnhandledCudaError: return "unhandled cuda error (run with NCCL_DEBUG=INFO for details)";
     case SystemError: return "unhandled system error (run with NCCL_DEBUG=INFO for details)";
-    case InternalError: return "internal error - please report this issue to the NCCL developers";
     case InvalidArgument: return "invalid argument (run with NCCL_DEBUG=WARN for details)";
     case InvalidUsage: return "invalid usage (run with NCCL_DEBUG=WARN for details)";
     case RemoteError: return "remote process exited or there was a network error";
@@ -227,18 +121,10 @@ const char* ncclGetLastError(Comm) { return last_error; }
 int ncclCommInitRankConfig(Comm* comm, int size, UniqueId id, int rank, const Config* config) {
   if (size < 1 || rank < 0 || rank >= size) return failed(InvalidArgument, "Invalid rank requested");
   if (auto refused = check_config(config)) return refused;
-  auto* fresh = new ncclComm;
-  fresh->id = id;
-  fresh->rank = rank;
-  fresh->size = size;
-  fresh->device = sim::current_device();
-  fresh->inbox = std::make_shared<Inbox>(size);
-  *comm = fresh;
-  register_inbox(id, rank, fresh->inbox);
-  // A rank with this fault never checks in.
-  const auto fault = fault_at(true, rank, count_communicators(rank));
-  if (fault.empty()) fresh->bootstrap = std::thread(bootstrap, fresh);
-  begin_polls(fresh);
+  *comm = new ncclComm{.rank = rank, .size = size, .device = sim::current_device()};
+  // A rank with this fault never comes.
+  if (fault_at(rank, 0).empty()) join(*comm, id);
+  (*comm)->polls_left = 2;
   return InProgress;
 }
 
@@ -252,23 +138,18 @@ int ncclCommFinalize(Comm comm) {
   check_alive(comm, "ncclCommFinalize");
   if (!comm->is_joined) return failed(InvalidArgument, "ncclCommFinalize before the communicator was ready");
   comm->is_finalized = true;
-  for (auto& peer : comm->group.peers) {
-    if (peer == nullptr) continue;
-    peer->post({Message::Kind::Finalize, {}, {}, 0}, nullptr);
-    peer->flush();
-  }
   return InProgress;
 }
 
 int ncclCommDestroy(Comm comm) {
   check_alive(comm, "ncclCommDestroy");
-  end(comm, false);
+  end(comm);
   return Success;
 }
 
 int ncclCommAbort(Comm comm) {
   check_alive(comm, "ncclCommAbort");
-  end(comm, true);
+  end(comm);
   return Success;
 }
 
@@ -280,8 +161,8 @@ int ncclGroupStart() {
 int ncclGroupEnd() {
   if (group_depth == 0) return failed(InvalidUsage, "ncclGroupEnd: not in a group call.");
   if (--group_depth > 0) return Success;
-  if (group_error == Success) return launch_all();
-  group.clear();
+  if (group_error == Success) return launch_group();
+  group = {};
   return group_error;
 }
 

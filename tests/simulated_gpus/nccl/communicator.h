@@ -2,12 +2,11 @@
 #pragma once
 
 #include <atomic>
-#include <map>
-#include <string>
-#include <thread>
-#include <vector>
+#include <mutex>
 
-#include "bootstrap.h"
+#include "hub.h"
+
+struct ncclComm;
 
 namespace sim_nccl {
 
@@ -16,8 +15,15 @@ struct Call {
   Agreement agreed;
   const void* input;
   void* output;
-  size_t bytes() const { return agreed.count * element_sizes[agreed.type]; }
-  bool is_collective() const { return agreed.operation != Send && agreed.operation != Recv; }
+};
+
+// The calls of a group, which are launched together.
+struct Launch {
+  ncclComm* comm;
+  sim::Stream* stream;
+  std::vector<Call> calls;
+  long number = 0;    // among those of the communicator, from 1
+  std::string fault;  // that hits it
 };
 
 }  // namespace sim_nccl
@@ -25,45 +31,43 @@ struct Call {
 struct ncclComm {
   static constexpr uint64_t alive = 0x5349'4d43'4f4d'4d00;
   uint64_t state = alive;
-  sim_nccl::UniqueId id;
   int rank, size, device;
 
-  std::shared_ptr<sim_nccl::Inbox> inbox;
-  sim_nccl::Group group;
-  std::thread bootstrap;
-  std::thread launcher;             // of the last group
-  std::atomic<bool> is_launching{false};
-  std::atomic<bool> is_joined{false};
-  sim_nccl::Stop is_aborted{false};
+  int hub = -1;  // the connection, -1 while it never joins
+  bool is_joined = false;
   bool is_finalized = false;
+  bool has_told_hub = false;  // that it is finalized
+  bool is_final = false;
+  sim_nccl::Launch pending;  // it has calls until it is launched
+  int polls_left = 0;        // how often it still answers "in progress"
+  long launches = 0;         // made by the host so far
+  std::atomic<int> outstanding{0};  // launches on streams that have not ended
+  std::atomic<bool> is_aborted{false};
+  std::mutex running;  // one launch at a time talks to the hub
   std::atomic<int> error{sim_nccl::Success};
-  std::string error_text;           // complete before `error` is set
-  std::atomic<int> polls_left{0};   // how often it still answers "in progress"
-  std::atomic<int> outstanding{0};  // launches that have not ended
-  long launches = 0;                // made by the host so far
-  // Of the stream's thread.
-  uint64_t collectives = 0;
-  std::map<std::pair<sim_nccl::Channel, int>, uint64_t> messages;  // by peer
+  std::string error_text;  // complete before `error` is set
 };
 
 namespace sim_nccl {
 
 using Comm = ncclComm*;
 
+// Keeps the text for ncclGetLastError, which is the process's. Returns `result`.
+Result failed(Result result, const std::string& reason);
 // Makes the communicator fail, for ncclCommGetAsyncError. The first error stays.
 void fail(Comm comm, Result result, const std::string& reason);
+
+// Joins the hub of `id`. Polls find out whether all ranks have.
+void join(Comm comm, const UniqueId& id);
+// Has the communicator answer "in progress" for some polls. The last of them launches.
+Result begin(const Launch& launch);
 // Returns the state of the communicator, which includes "in progress". Counts as one poll.
 Result poll(Comm comm);
-// Whether nothing is left to do after ncclCommFinalize.
-bool is_final(Comm comm);
-// Has the next two polls answer "in progress".
-void begin_polls(Comm comm);
+// Ends the communicator. Its memory stays, so that a later use is noticed.
+void end(Comm comm);
 
 // Returns the kind of the fault that hits the launch `number` of `rank`, once per process, or an empty one:
-// SIM_NCCL_FAULT=KIND:rank=R,call=N. For `init` the launch is a communicator that is made.
-std::string fault_at(bool is_init, int rank, long number);
-
-// Carries out the calls of one launch, on the thread of the stream. Returns when all have ended, or at the abort.
-void run(Comm comm, const std::vector<Call>& calls, uint64_t number, const std::string& fault);
+// SIM_NCCL_FAULT=KIND:rank=R,call=N. Launch 0 is to join.
+std::string fault_at(int rank, long number);
 
 }  // namespace sim_nccl

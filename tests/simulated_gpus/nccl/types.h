@@ -33,15 +33,23 @@ struct UniqueId {
 };
 
 // The version that NCCL has, such as 22907: SIM_NCCL_VERSION.
-inline int version() {
-  static const int known = static_cast<int>(sim::setting("SIM_NCCL_VERSION", 22907));
-  return known;
-}
+inline long version() { return sim::setting("SIM_NCCL_VERSION", 22907); }
 
-// Keeps the text for ncclGetLastError. Returns `result`.
-Result failed(Result result, const std::string& reason);
-// Makes `reason` the last error of the process.
-void remember(const std::string& reason);
+using Bytes = std::vector<char>;
+
+// What all ranks of an operation must agree on. The root of a send is the receiver, and the other way round.
+struct Agreement {
+  Operation operation;
+  DataType type;
+  Reduction reduction;
+  int root;
+  uint64_t count;
+
+  uint64_t bytes() const { return count * element_sizes[type]; }
+  bool is_collective() const { return operation != Send && operation != Recv; }
+  uint64_t input_bytes(int rank, int size) const;
+  uint64_t output_bytes(int rank, int size) const;
+};
 
 // Reduces `count` elements of each rank, rank by rank. Results of half precision are rounded after each rank.
 void reduce(DataType type, Reduction reduction, const std::vector<const char*>& ranks, size_t count, char* result);

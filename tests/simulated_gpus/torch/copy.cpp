@@ -36,10 +36,8 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   Tensor from = source.expand_as(self);  // throws the caller's error
   if (self.numel() == 0 || self.is_same(source)) return self;
   const auto device = source.is_cuda() ? source.device() : self.device();
-  check_device(device.index());
   auto* stream = sim::current_stream(device.index());
   if (self.is_cuda() && source.is_cuda()) {
-    check_device(self.device().index());
     if (self.device() == source.device()) {
       launch_kernel(stream, "copy", copy_work(alias_on_cpu(self), alias_on_cpu(from)));
     } else {
@@ -49,10 +47,10 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     // Pageable memory is read before this returns, pinned memory when the copy runs.
     const bool is_pinned = sim::is_pinned(source.storage().data());
     launch_kernel(stream, "copy from the host", copy_work(alias_on_cpu(self), is_pinned ? from : from.clone()));
-    if (!non_blocking) wait_for(stream, "a copy from the host");
+    if (!non_blocking) sim::synchronize(stream, "a copy from the host");
   } else {
     launch_kernel(stream, "copy to the host", copy_work(self.detach(), alias_on_cpu(from)));
-    if (!non_blocking || !sim::is_pinned(self.storage().data())) wait_for(stream, "a copy to the host");
+    if (!non_blocking || !sim::is_pinned(self.storage().data())) sim::synchronize(stream, "a copy to the host");
   }
   return self;
 }

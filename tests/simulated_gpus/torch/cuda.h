@@ -38,10 +38,6 @@ inline int usable_devices() {
   return sim::setting("SIM_DRIVER_VERSION", cuda_version) < cuda_version ? 0 : sim::device_count();
 }
 
-// Throws if there is no such device, or if it has failed.
-void check_device(int index);
-// Blocks the host until the stream is empty.
-void wait_for(sim::Stream* stream, const char* reason);
 sim::Stream* stream_of(const c10::Stream& stream);
 
 extern c10::Allocator& device_memory;
@@ -87,13 +83,6 @@ IValue map_tensors(const IValue& value, F f) {
     for (const Tensor& tensor : value.toTensorVector()) made.push_back(tensor.defined() ? f(tensor) : tensor);
     return made;
   }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<Tensor>> made;
-    for (const auto& tensor : value.toOptionalTensorVector()) {
-      made.push_back(tensor && tensor->defined() ? std::optional<Tensor>(f(*tensor)) : tensor);
-    }
-    return made;
-  }
   return value;
 }
 
@@ -111,7 +100,7 @@ struct BareKernels {
 // The kernel of copies, between all devices.
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking);
 
-// Launches work that calls libtorch, with as many threads as the caller has. An exception fails the device.
+// Launches work that calls libtorch, with as many threads as the caller has. An exception ends the process.
 void launch_kernel(sim::Stream* stream, const char* name, std::function<void()> work);
 
 }  // namespace sim_torch

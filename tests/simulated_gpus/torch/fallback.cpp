@@ -1,10 +1,10 @@
 // The kernel of all operators without one of their own: libtorch's CPU kernel, on the thread of the stream.
 
-#include <algorithm>
-#include <exception>
+#include <set>
 
 #include <ATen/EmptyTensor.h>
 #include <c10/core/DeviceGuard.h>
+#include <dlfcn.h>
 
 #include "plan.h"
 
@@ -33,65 +33,12 @@ Device common_device(const Operator& known, const std::vector<IValue>& arguments
   }
   for (auto& argument : arguments) {
     map_tensors(argument, [&](const Tensor& tensor) {
-      TORCH_CHECK(tensor.is_cuda() || tensor.dim() == 0 || known.takes_cpu_indices || !device, several, *device,
-                  " and cpu! (", known.name, ")");
+      TORCH_CHECK(tensor.is_cuda() || tensor.dim() == 0 || !device, several, *device, " and cpu! (", known.name, ")");
       return tensor;
     });
     if (!device && argument.isDevice()) device = argument.toDevice();
   }
   return device_or_current(device);
-}
-
-// A view needs no work on the device.
-void push_views(const c10::OperatorHandle& op, const std::vector<IValue>& arguments, torch::jit::Stack* stack) {
-  std::vector<IValue> views;
-  for (auto& argument : arguments) views.push_back(map_tensors(argument, alias_on_cpu));
-  auto original = std::find_if(arguments.begin(), arguments.end(), [](auto& value) { return value.isTensor(); });
-  run_on_cpu(op, views);
-  for (auto& view : views) {
-    stack->push_back(map_tensors(view, [&](const Tensor& tensor) {
-      auto made = at::detail::make_tensor<c10::TensorImpl>(
-          c10::TensorImpl::VIEW, c10::Storage(original->toTensor().storage()),
-          c10::DispatchKeySet(c10::DispatchKey::CUDA), tensor.dtype());
-      made.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset());
-      made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
-      return made;
-    }));
-  }
-}
-
-// Runs the operator while the host waits, where its results cannot be foreseen. Throws its error.
-void run_at_once(const c10::OperatorHandle& op, const Operator& known, Device device, sim::Stream* stream,
-                 const std::vector<IValue>& arguments, std::vector<IValue> values, torch::jit::Stack* stack) {
-  const auto given = values;
-  std::exception_ptr error;
-  launch_kernel(stream, known.name.c_str(), [&] {
-    try {
-      run_on_cpu(op, values);
-    } catch (...) {
-      error = std::current_exception();
-    }
-  });
-  wait_for(stream, known.name.c_str());
-  if (error != nullptr) std::rethrow_exception(error);
-  for (size_t i = 0; i < values.size(); i++) {
-    const int which = known.returned[i];
-    if (which >= 0) {
-      auto& original = arguments[which].toTensor();
-      auto after = given[which].toTensor();
-      if (original.sizes() != after.sizes()) original.resize_(after.sizes());
-      stack->push_back(arguments[which]);
-      continue;
-    }
-    stack->push_back(map_tensors(values[i], [&](const Tensor& tensor) {
-      auto made = empty_on(shape_of(tensor), device);
-      launch_kernel(stream, "result", [to = alias_on_cpu(made), from = tensor]() mutable {
-        BareKernels bare;
-        to.copy_(from);
-      });
-      return made;
-    }));
-  }
 }
 
 // Pushes the results, and launches the work that fills them.
@@ -133,22 +80,26 @@ void run_later(const c10::OperatorHandle& op, const Operator& known, const Plan&
   });
 }
 
+// libtorch_cuda loads the library of these operators in the first call of one, without a lock, and then throws in the
+// threads whose call comes meanwhile. Here every call comes too early, unless the program has loaded it.
+void check_linear_algebra(const std::string& name) {
+  static const std::set<std::string> needing = {"aten::linalg_qr", "aten::linalg_inv_ex", "aten::linalg_cholesky_ex",
+                                                "aten::linalg_lu_factor_ex", "aten::_linalg_svd", "aten::_linalg_eigh"};
+  if (needing.count(name) == 0) return;
+  TORCH_CHECK(dlopen("libtorch_cuda_linalg.so", RTLD_NOW | RTLD_NOLOAD) != nullptr,
+              "lazy wrapper should be called at most once");
+}
+
 }  // namespace
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto& known = describe(op);
-  load_linear_algebra_for(known.name);
+  check_linear_algebra(known.name);
   const auto count = static_cast<long>(op.schema().arguments().size());
   std::vector<IValue> arguments(stack->end() - count, stack->end());
   const Device device = common_device(known, arguments);
   c10::DeviceGuard guard(device);
-  check_device(device.index());
   auto* stream = sim::current_stream(device.index());
-  if (known.is_view) {
-    torch::jit::drop(*stack, static_cast<size_t>(count));
-    return push_views(op, arguments, stack);
-  }
-
   // The work draws from a copy of the generator as it is now; the host's own moves on at once, by the plan's run.
   std::optional<at::Generator> generator, copy;
   if (known.generator >= 0) {
@@ -158,8 +109,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     generator = static_cast<Generator*>(outer.unsafeGetGeneratorImpl())->on_cpu;
     copy = generator->clone();
   }
-  auto plan = known.depends_on_data ? std::make_shared<const Plan>()
-                                    : plan_for(op, known, arguments, generator ? &*generator : nullptr);
+  const auto plan = plan_for(op, known, arguments, generator ? &*generator : nullptr);
   for (auto& [which, shape] : plan->resized) {
     auto& tensor = arguments[which].toTensor();
     tensor.resize_(shape.sizes);
@@ -172,13 +122,9 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
                                              return tensor.is_cuda() ? alias_on_cpu(tensor) : copy_of_argument(tensor);
                                            }));
   }
-  if (generator) values[known.generator] = plan->is_known ? *copy : *generator;
+  if (generator) values[known.generator] = *copy;
   torch::jit::drop(*stack, static_cast<size_t>(count));
-  if (plan->is_known) {
-    run_later(op, known, *plan, device, stream, arguments, std::move(values), stack);
-  } else {
-    run_at_once(op, known, device, stream, arguments, std::move(values), stack);
-  }
+  run_later(op, known, *plan, device, stream, arguments, std::move(values), stack);
 }
 
 }  // namespace sim_torch

@@ -56,40 +56,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream_of(sim::default_stream(index_of(device)));
   }
   c10::Stream getNewStream(Device device, int) const override { return stream_of(sim::new_stream(index_of(device))); }
-  // As libtorch: 32 of each priority per device, in turn.
-  c10::Stream getStreamFromGlobalPool(Device device, bool is_high_priority) const override {
-    struct Pool {
-      std::vector<sim::Stream*> streams;
-      size_t taken = 0;
-    };
-    static std::mutex mutex;
-    static auto* pools = new std::vector<Pool>(2 * sim::device_count());
-    const int index = index_of(device);
-    std::lock_guard<std::mutex> lock(mutex);
-    auto& pool = pools->at(2 * index + (is_high_priority ? 1 : 0));
-    const size_t number = pool.taken++ % 32;
-    if (pool.streams.size() <= number) pool.streams.push_back(sim::new_stream(index));
-    return stream_of(pool.streams[number]);
-  }
+  c10::Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return stream_of(sim::exchange_stream(sim_torch::stream_of(stream)));
   }
   // Also of the default stream, whose handle is null in CUDA: NCCL's stand-in need not know the thread's device.
   void* getStreamNativeHandle(const c10::Stream stream) const override { return sim_torch::stream_of(stream); }
-  bool queryStream(const c10::Stream& stream) const override { return sim::is_idle(sim_torch::stream_of(stream)); }
-  void synchronizeStream(const c10::Stream& stream) const override {
-    wait_for(sim_torch::stream_of(stream), "a stream");
-  }
-  void synchronizeDevice(const DeviceIndex index) const override {
-    sim::synchronize_device(index, "a device");
-    check_device(index);
-  }
-
   void record(void** event, const c10::Stream& stream, const DeviceIndex index,
               const c10::EventFlag flag) const override {
     TORCH_CHECK(index == -1 || index == stream.device_index(), "Event device index ", index,
                 " does not match recording stream's device index ", stream.device_index(), ".");
-    check_device(stream.device_index());
     const DeviceOfEvent device(stream.device_index());
     if (*event == nullptr) *event = sim::new_event(flag == c10::EventFlag::BACKEND_DEFAULT);
     sim::record(as_event(*event), sim_torch::stream_of(stream));
@@ -103,9 +79,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     sim::start_context(sim::current_device());
     return sim::is_done(as_event(event));
   }
-  void synchronizeEvent(void* event) const override {
-    if (event != nullptr) sim::synchronize(as_event(event));
-  }
   void destroyEvent(void* event, const DeviceIndex index) const noexcept override {
     if (event == nullptr) return;
     const DeviceOfEvent device(index);
@@ -114,11 +87,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* start, void* end, const DeviceIndex index) const override {
     const DeviceOfEvent device(index);
     TORCH_CHECK(start != nullptr && end != nullptr, "Both events must be recorded before calculating elapsed time.");
-    double milliseconds = 0;
-    auto result = sim::elapsed_ms(as_event(start), as_event(end), &milliseconds);
-    TORCH_CHECK(result != sim::Elapsed::NotTimed, "CUDA error: invalid resource handle");
-    TORCH_CHECK(result != sim::Elapsed::NotDone, "CUDA error: device not ready");
-    return milliseconds;
+    const auto milliseconds = sim::elapsed_ms(as_event(start), as_event(end));
+    TORCH_CHECK(milliseconds, "CUDA error: events without times, or device not ready");
+    return *milliseconds;
   }
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {

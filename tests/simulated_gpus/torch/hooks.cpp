@@ -11,23 +11,17 @@ namespace {
 struct DeviceMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     const int device = sim::current_device();
-    check_device(device);
     if (size == 0) return {nullptr, nullptr, &sim::release, cuda(device)};
     void* memory = sim::allocate(device, sim::current_stream(device), size);
     return {memory, memory, &sim::release, cuda(device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &sim::release; }
-  void copy_data(void* to, const void* from, size_t size) const override {
-    sim::synchronize_device(sim::current_device(), "copy_data");
-    sim::Access access;
-    memcpy(to, from, size);
-  }
+  void copy_data(void*, const void*, size_t) const override { TORCH_CHECK(false, "copy_data is not simulated"); }
 };
 
 struct PinnedMemory final : c10::Allocator {
   c10::DataPtr allocate(size_t size) override {
     void* memory = sim::allocate_pinned(size);
-    TORCH_CHECK(memory != nullptr, "CUDA error: out of memory");
     return {memory, memory, &sim::release_pinned, c10::kCPU};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &sim::release_pinned; }
@@ -64,37 +58,15 @@ struct CUDAHooks final : CUDAHooksInterface {
   explicit CUDAHooks(CUDAHooksArgs) {}
   void init() const override {}
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return sim_torch::usable_devices() > 0; }
-  bool hasCUDA() const override { return sim_torch::usable_devices() > 0; }
-  bool hasCUDART() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  int getNumGPUs() const override { return sim_torch::usable_devices(); }
-  DeviceIndex deviceCount() const override { return static_cast<DeviceIndex>(sim_torch::usable_devices()); }
-  DeviceIndex current_device() const override { return getCurrentDevice(); }
-  DeviceIndex getCurrentDevice() const override { return static_cast<DeviceIndex>(sim::current_device()); }
-  void setCurrentDevice(DeviceIndex index) const override { sim::set_device(index); }
-  DeviceIndex exchangeDevice(DeviceIndex index) const override {
-    const auto before = getCurrentDevice();
-    sim::set_device(index);
-    return before;
-  }
-  DeviceIndex maybeExchangeDevice(DeviceIndex index) const override { return exchangeDevice(index); }
   const Generator& getDefaultGenerator(DeviceIndex index) const override { return sim_torch::default_generator(index); }
-  Generator getNewGenerator(DeviceIndex index) const override {
-    return sim_torch::new_generator(index < 0 ? sim::current_device() : index);
-  }
   Device getDeviceFromPtr(void* data) const override {
     const int device = sim::device_of_pointer(data);
-    TORCH_CHECK(device >= 0,
-                "The specified pointer resides on host memory and is not registered with any CUDA device.");
+    TORCH_CHECK(device >= 0, "The specified pointer resides on host memory.");
     return sim_torch::cuda(device);
   }
-  bool isPinnedPtr(const void* data) const override { return sim::is_pinned(data); }
   Allocator* getPinnedMemoryAllocator() const override { return &sim_torch::pinned_memory; }
-  Allocator* getCUDADeviceAllocator() const override { return &sim_torch::device_memory; }
-  std::string showConfig() const override { return "a simulated CUDA"; }
   long versionCUDART() const override { return sim_torch::cuda_version; }
-  void deviceSynchronize(DeviceIndex index) const override { sim::synchronize_device(index, "a device"); }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks);
 

@@ -4,7 +4,6 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/resize_native.h>
-#include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -34,18 +33,8 @@ Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::
 const Tensor& resize_(const Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard guard(self.device());
   auto sizes = C10_AS_INTARRAYREF_SLOW(size);
-  const auto needed = at::detail::computeStorageNbytesContiguous(sizes, self.itemsize(), self.storage_offset());
-  if (needed > self.storage().nbytes() && self.storage().nbytes() > 0) {
-    sim::synchronize_device(self.device().index(), "resize_");
-  }
   sim::Access access;
   return at::native::resize_(self, sizes, format);
-}
-
-Tensor& set_storage(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
-                    c10::SymIntArrayRef stride) {
-  return at::native::set_storage_cpu_(self, std::move(source), offset.guard_int(__FILE__, __LINE__),
-                                      C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
 Tensor view(const Tensor& self, c10::SymIntArrayRef size) {
@@ -63,14 +52,9 @@ Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntAr
   return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
 }
 
-void record_stream(Tensor& self, at::Stream stream) {
-  sim::record_use(self.storage().mutable_data(), stream_of(stream));
-}
-
 at::Scalar local_scalar(const Tensor& self) {
   c10::DeviceGuard guard(self.device());
-  check_device(self.device().index());
-  wait_for(sim::current_stream(self.device().index()), "a number");
+  sim::synchronize(sim::current_stream(self.device().index()), "a number");
   BareKernels bare;
   sim::Access access;
   return alias_on_cpu(self).item();
@@ -83,10 +67,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("view", &view);
   library.impl("_reshape_alias", &reshape_alias);
   library.impl("resize_", &resize_);
-  library.impl("set_.source_Storage_storage_offset", &set_storage);
-  library.impl("set_.source_Storage", static_cast<Tensor& (*)(Tensor&, at::Storage)>(&at::native::set_));
-  library.impl("set_.source_Tensor", &at::native::set_tensor_);
-  library.impl("record_stream", &record_stream);
   library.impl("_local_scalar_dense", &local_scalar);
   library.impl("copy_", &copy_);
   // The first three would choose among CUDA's own kernels. The last has a kernel for devices that lack one, which rounds

@@ -2,6 +2,7 @@
 
 #include "plan.h"
 
+#include <sstream>
 #include <unordered_map>
 
 namespace sim_torch {
@@ -16,19 +17,19 @@ static Operator read_schema(const c10::OperatorHandle& op) {
   }
   for (auto& result : schema.returns()) {
     auto kind = result.type()->str();
-    if (kind != "Tensor" && kind != "Tensor[]") found.depends_on_data = true;
+    bool is_simulated = kind == "Tensor" || kind == "Tensor[]";
     int which = -1;
     if (auto* alias = result.alias_info()) {
-      found.is_view |= !alias->isWrite();
+      is_simulated &= alias->isWrite();  // views have kernels of their own
       for (size_t i = 0; alias->isWrite() && i < arguments.size(); i++) {
         auto* other = arguments[i].alias_info();
         if (other != nullptr && other->beforeSets() == alias->beforeSets()) which = static_cast<int>(i);
       }
     }
+    is_simulated &= !op.hasTag(at::Tag::dynamic_output_shape) && !op.hasTag(at::Tag::data_dependent_output);
+    TORCH_CHECK(is_simulated, found.name, " has no simulated kernel");
     found.returned.push_back(which);
   }
-  found.depends_on_data |= op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
-  found.takes_cpu_indices = schema.name().find("index") != std::string::npos;
   return found;
 }
 
@@ -51,50 +52,22 @@ void run_on_cpu(const c10::OperatorHandle& op, std::vector<IValue>& stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
 }
 
-// Everything that the shapes of results can depend on.
-static void add_to_key(std::string& key, const IValue& value) {
-  if (value.isBool()) {
-    key += value.toBool() ? "t;" : "f;";
-  } else if (value.isInt()) {
-    key += "i" + std::to_string(value.toInt()) + ";";
-  } else if (value.isScalar()) {
-    key += "s" + std::to_string(static_cast<int>(value.toScalar().type())) + ";";  // not the value of a float
-  } else if (value.isIntList()) {
-    for (auto number : value.toIntVector()) key += std::to_string(number) + ",";
-    key += ";";
-  } else if (value.isBoolList()) {
-    for (bool each : value.toBoolList()) key += each ? "1" : "0";
-    key += ";";
-  } else if (value.isString()) {
-    key += value.toStringRef() + ";";
-  } else if (value.isList() && !value.isTensorList()) {
-    for (const IValue& each : value.toListRef()) {
-      if (!each.isTensor()) add_to_key(key, each);
-    }
-    key += "];";
-  } else if (value.isNone()) {
-    key += "-;";
-  }
+// Adds all that the shapes of results can depend on.
+static void add_to_key(std::ostringstream& key, const IValue& value) {
+  bool has_tensors = false;
   map_tensors(value, [&](const Tensor& tensor) {
-    key += tensor.is_cuda() ? "T" : tensor.unsafeGetTensorImpl()->is_wrapped_number() ? "W" : "C";
-    key += std::to_string(static_cast<int>(tensor.scalar_type()));
-    for (auto size : tensor.sizes()) key += "," + std::to_string(size);
-    key += "/";
-    for (auto stride : tensor.strides()) key += "," + std::to_string(stride);
+    has_tensors = true;
+    const bool is_number = tensor.unsafeGetTensorImpl()->is_wrapped_number();
+    key << (tensor.is_cuda() ? "T" : is_number ? "W" : "C") << tensor.dtype() << tensor.sizes() << tensor.strides();
     return tensor;
   });
-  key += "|";
-}
-
-static bool is_any_alias(const std::vector<Tensor>& results, const std::vector<IValue>& arguments) {
-  bool found = false;
-  for (auto& argument : arguments) {
-    map_tensors(argument, [&](const Tensor& other) {
-      for (auto& result : results) found |= result.defined() && result.is_alias_of(other);
-      return other;
-    });
+  // Of a number that is no shape only the type counts.
+  if (value.isScalar() && !value.isInt() && !value.isBool()) {
+    key << value.toScalar().type();
+  } else if (!has_tensors && !value.isGenerator()) {
+    key << value;
   }
-  return found;
+  key << "|";
 }
 
 static Plan make_plan(const c10::OperatorHandle& op, const Operator& known, const std::vector<IValue>& arguments,
@@ -111,12 +84,7 @@ static Plan make_plan(const c10::OperatorHandle& op, const Operator& known, cons
   const auto given = stack;
   std::vector<Shape> before;
   for (auto& value : given) before.push_back(shape_of(value.isTensor() ? value.toTensor() : Tensor()));
-  try {
-    run_on_cpu(op, stack);
-  } catch (const std::exception&) {
-    return plan;  // zeros may be no valid input; if it is something else, the run itself fails
-  }
-  plan.is_known = true;
+  run_on_cpu(op, stack);
   for (size_t i = 0; i < given.size(); i++) {
     if (!before[i].is_defined) continue;
     auto after = shape_of(given[i].toTensor());
@@ -124,12 +92,9 @@ static Plan make_plan(const c10::OperatorHandle& op, const Operator& known, cons
       plan.resized.push_back({static_cast<int>(i), after});
     }
   }
-  for (size_t i = 0; i < stack.size(); i++) {
-    auto tensors = tensors_of(stack[i]);
-    // An input that is returned, though the schema does not say so.
-    if (known.returned[i] < 0 && is_any_alias(tensors, given)) plan.is_known = false;
+  for (auto& result : stack) {
     plan.results.emplace_back();
-    for (auto& tensor : tensors) plan.results.back().push_back(shape_of(tensor));
+    for (auto& tensor : tensors_of(result)) plan.results.back().push_back(shape_of(tensor));
   }
   return plan;
 }
@@ -138,15 +103,16 @@ std::shared_ptr<const Plan> plan_for(const c10::OperatorHandle& op, const Operat
                                      const std::vector<IValue>& arguments, const at::Generator* generator) {
   static std::mutex mutex;
   static auto* plans = new std::unordered_map<std::string, std::shared_ptr<const Plan>>;
-  std::string key = known.name + ":";
-  for (auto& argument : arguments) add_to_key(key, argument);
+  std::ostringstream text;
+  text << known.name << ":";
+  for (auto& argument : arguments) add_to_key(text, argument);
+  const auto key = text.str();
   if (generator == nullptr) {
     std::lock_guard<std::mutex> lock(mutex);
     auto found = plans->find(key);
     if (found != plans->end()) return found->second;
   }
   auto plan = std::make_shared<const Plan>(make_plan(op, known, arguments, generator));
-  sim::trace("planned %s: %s", key.c_str(), plan->is_known ? "known" : "runs at once");
   std::lock_guard<std::mutex> lock(mutex);
   (*plans)[key] = plan;
   return plan;

@@ -17,10 +17,8 @@ struct Operator {
   std::string name;
   int generator = -1;           // the index of the argument that is a generator, or -1
   std::vector<int> returned;    // by result: the index of the argument that it is, or -1
-  bool is_view = false;
-  bool depends_on_data = false; // the shape of the result, or a result that is no tensor
-  bool takes_cpu_indices = false;
 };
+// Throws for views, which have kernels of their own, and where the shape of a result depends on the data.
 const Operator& describe(const c10::OperatorHandle& op);
 
 struct Shape {
@@ -32,7 +30,6 @@ Shape shape_of(const Tensor& tensor);
 
 // What running an operator on arguments of certain shapes gives.
 struct Plan {
-  bool is_known = false;                       // if not, the operator runs at once, while the host waits
   std::vector<std::vector<Shape>> results;     // one shape each, or those of a list
   std::vector<std::pair<int, Shape>> resized;  // arguments that take another shape
 };
@@ -43,10 +40,6 @@ std::shared_ptr<const Plan> plan_for(const c10::OperatorHandle& op, const Operat
 
 // Replaces the arguments on the stack by the results of the CPU kernel.
 void run_on_cpu(const c10::OperatorHandle& op, std::vector<IValue>& stack);
-
-// Loads libtorch_cuda_linalg.so for an operator that needs it, as libtorch_cuda does: in the first call, and without a lock.
-// Throws in a thread whose call comes meanwhile.
-void load_linear_algebra_for(const std::string& name);
 
 // The kernel of all operators without one of their own.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);

@@ -47,17 +47,6 @@ std::vector<Tensor> tensors_of(const IValue& value) {
   return {};
 }
 
-void check_device(int index) {
-  TORCH_CHECK(index >= 0 && index < sim::device_count(), "CUDA error: invalid device ordinal");
-  auto reason = sim::failure(index);
-  TORCH_CHECK(reason.empty(), "CUDA error: device-side assert triggered (", reason, ")");
-}
-
-void wait_for(sim::Stream* stream, const char* reason) {
-  sim::synchronize(stream, reason);
-  check_device(sim::device_of(stream));
-}
-
 // Warnings were given on the host, when the operator was planned.
 struct NoWarnings final : c10::WarningHandler {
   NoWarnings() { c10::WarningUtils::set_warning_handler(this); }
@@ -66,17 +55,10 @@ struct NoWarnings final : c10::WarningHandler {
 
 void launch_kernel(sim::Stream* stream, const char* name, std::function<void()> work) {
   const int threads = at::get_num_threads();
-  sim::launch(stream, name, [stream, threads, work = std::move(work)] {
+  sim::launch(stream, name, [threads, work = std::move(work)] {
     static thread_local NoWarnings no_warnings;
     if (at::get_num_threads() != threads) at::set_num_threads(threads);
-    if (!sim::failure(sim::device_of(stream)).empty()) return;
-    try {
-      work();
-    } catch (const c10::Error& error) {
-      sim::fail(sim::device_of(stream), error.what_without_backtrace());
-    } catch (const std::exception& error) {
-      sim::fail(sim::device_of(stream), error.what());
-    }
+    work();
   });
 }
 
