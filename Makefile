@@ -94,8 +94,7 @@ test-newest: ## try the newest PyTorch: its values beside the recorded ones, and
 	$(MAKE) parity TORCH=$(NEWEST_TORCH)
 	$(MAKE) test-launchers TORCH=$(NEWEST_TORCH)
 
-test-gpus: cargo simulated-gpus ## run the tests of the GPU path on simulated GPUs
-	cargo build --release --bins
+test-gpus: build simulated-gpus ## run the tests of the GPU path on simulated GPUs
 	cargo test --release --no-run --test tests --test gpus
 	SIM_GPUS=2 LD_LIBRARY_PATH=$(abspath $(SIMULATED_GPUS)) cargo test --release --test tests cuda::
 	SIMULATED_GPUS=$(abspath $(SIMULATED_GPUS)) cargo test --release --test gpus

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ddp_mp::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TensorFile, TrainerState};
 use ddp_mp::models::{ModelConfig, ModelKind, state_dict};
@@ -260,14 +260,19 @@ fn signal_before_the_handlers_is_not_lost() {
             let held = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap();
             u64::from_str_radix(held.trim(), 16).unwrap() & both == both
         };
+        let began = Instant::now();
         while !holds_both() {
+            assert!(
+                began.elapsed() < TIMEOUT,
+                "it does not hold the signals until it handles them"
+            );
             thread::yield_now();
         }
         send("USR2", child.id());
         send("USR1", child.id());
         let stderr = Reading::of(reader);
         if more.contains(&&*config) {
-            // It waits for its reader: not here, if there is none.
+            // Opening it waits for a reader. A thread does that, because there may be none.
             let pipe = pipe.clone();
             thread::Builder::new().spawn(move || fs::write(pipe, "")).unwrap();
         }

@@ -450,6 +450,7 @@ fn longest_durations_do_not_overflow() {
 }
 
 /// Gloo's own timeout, which is the one of the run, may end a call first.
+/// Long: it waits for that timeout.
 #[test]
 fn call_that_gloo_ends_has_timed_out() {
     if shared_memory() != SharedMemory::Off {

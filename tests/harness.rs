@@ -107,8 +107,16 @@ pub(crate) fn program(args: &[&str]) -> Command {
         command.arg("--shared-memory=off");
     }
     command.stdin(Stdio::null());
-    // SAFETY: between fork and exec this makes one system call.
-    unsafe { command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?)) };
+    let prepare = || {
+        // nohup has the tests ignore SIGHUP, and a script that starts them in the background SIGINT.
+        for signal in [libc::SIGHUP, libc::SIGINT] {
+            // SAFETY: the signal is valid, and no handler is installed.
+            unsafe { libc::signal(signal, libc::SIG_DFL) };
+        }
+        Ok(set_parent_process_death_signal(Some(Signal::KILL))?)
+    };
+    // SAFETY: between fork and exec this makes system calls alone.
+    unsafe { command.pre_exec(prepare) };
     command
 }
 
@@ -333,7 +341,7 @@ pub(crate) fn in_parallel_by<T: Sync>(at_once: usize, cases: &[T], check: impl F
 }
 
 /// Returns a port that nobody else takes before its server does: the system gives none of these to connections, no other
-/// test program has ports of this block, and no other of the last calls has returned it.
+/// test program has ports of this block, and none of the last 500 calls has returned it.
 pub(crate) fn free_port() -> u16 {
     static BLOCK: LazyLock<PortBlock> = LazyLock::new(PortBlock::take);
     static CALLS: AtomicUsize = AtomicUsize::new(0);

@@ -8,7 +8,7 @@ use std::process::Stdio;
 use std::thread;
 use std::time::Duration;
 
-use crate::harness::{events, program, run, run_to, send, words};
+use crate::harness::{TIMEOUT, events, program, run, run_to, send, words};
 
 /// The samples of a file, by metric and labels.
 fn samples(file: &Path) -> BTreeMap<String, f64> {
@@ -90,7 +90,9 @@ fn collector_never_reads_a_part_of_the_file() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("run.prom");
     let flag = format!("--prometheus={}", file.display());
-    let mut run = program(&[&flag, "--nproc-per-node=2", "--log-every=1", "--max-epochs=1000000"]);
+    let hang = format!("--max-seconds={}", TIMEOUT.as_secs());
+    let long = ["--nproc-per-node=2", "--log-every=1", "--max-epochs=1000000"];
+    let mut run = program(&[&long[..], &[&flag, &hang]].concat());
     let mut run = run.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     let (mut states, mut steps) = (Vec::new(), BTreeSet::new());
     loop {

@@ -173,7 +173,7 @@ fn report_lists_at_most_100000_samples_per_rank() {
     let (page, _) = reported(0, "--nproc-per-node=2 --num-samples=260000 --batch-size=65000");
     assert_eq!(page["samples"]["complete"], false);
     assert_eq!(list(&page["samples"]["epochs"][0]["ranks"][1]).len(), 100_000);
-    // What a run does not train on counts for nothing.
+    // Only the samples that a run has trained on count.
     let (page, _) = reported(0, "--nproc-per-node=2 --num-samples=260000 --max-steps=1");
     assert_eq!(page["samples"]["complete"], true);
 }

@@ -57,9 +57,9 @@ class Tests:
         if "DDP_MP_TESTS" in environment:
             options.append("--include-ignored")
         environment = dict(environment, RUSTC_BOOTSTRAP="1")
-        # A shell that starts this in the background, and nohup, let it ignore signals that some tests send.
-        command = ["env", "--default-signal=HUP,INT", program, *options, *filters]
-        self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            [program, *options, *filters], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
+        )
         self.seconds = {}
         self.reader = threading.Thread(target=self.read)
         self.reader.start()

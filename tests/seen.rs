@@ -265,6 +265,7 @@ fn killed_process_is_named_with_the_step_of_the_waiting_ranks() {
     assert!(mine.contains(place), "{stderr}");
 }
 
+/// Long: it waits for a time-out.
 #[test]
 fn stall_warning_covers_ranks_of_other_processes() {
     // The warning comes when all the others have arrived, and long before the time-out.

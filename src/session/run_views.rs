@@ -43,16 +43,11 @@ impl Views {
         open_folder: impl FnOnce() -> Result<()>,
     ) -> Result<Self> {
         let output = &run.config.output;
-        let paths = [
-            &output.record,
-            &output.trace,
-            &output.report,
-            &output.metrics,
-            &output.tensorboard,
-            &output.prometheus,
-        ];
+        let of_rank_0 = [&output.report, &output.metrics, &output.tensorboard, &output.prometheus];
+        let of_rank_0 = of_rank_0.into_iter().filter(|_| run.joined_launch.is_first());
+        let paths = [&output.record, &output.trace].into_iter().chain(of_rank_0);
         let missing: Vec<PathBuf> =
-            paths.into_iter().flatten().flat_map(|path| Place::missing_folders(path)).collect();
+            paths.flatten().flat_map(|path| Place::missing_folders(path)).collect();
         let views = Self::open_all(run, open_folder);
         if views.is_err() {
             missing.iter().for_each(|folder| drop(fs::remove_dir(folder))); // those that are empty

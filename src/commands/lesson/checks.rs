@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddrV4};
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context, ensure};
-use rustix::net::{self, AddressFamily, SocketType};
+use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -198,7 +198,8 @@ pub(super) fn traffic() -> anyhow::Result<Found> {
 /// Returns a port of this machine, with a socket that keeps it from other programs. The socket does not listen, so that a
 /// store still can: both let others use their address.
 fn reserve_port() -> io::Result<(OwnedFd, u16)> {
-    let socket = net::socket(AddressFamily::INET, SocketType::STREAM, None)?;
+    let socket =
+        net::socket_with(AddressFamily::INET, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     net::sockopt::set_socket_reuseaddr(&socket, true)?;
     net::bind(&socket, &SocketAddrV4::new(Ipv4Addr::LOCALHOST, 0))?;
     let port = SocketAddrV4::try_from(net::getsockname(&socket)?)?.port();

@@ -65,6 +65,7 @@ static std::map<uintptr_t, size_t>& pinned() {
 // A copy that still reads it keeps its tensor, so that it comes back later.
 void* allocate_pinned(size_t size) {
   auto* pointer = malloc(size);
+  memset(pointer, 0xff, size);
   std::lock_guard<std::mutex> lock(pinned_mutex);
   pinned()[reinterpret_cast<uintptr_t>(pointer)] = size;
   return pointer;

@@ -208,7 +208,6 @@ struct Mark {
 
 struct Event {
   bool is_timed;
-  std::atomic<int> device{0};
   std::atomic<std::shared_ptr<Mark>> mark;  // null: never recorded
 };
 
@@ -233,7 +232,6 @@ void record(Event* event, Stream* stream) {
     mark->is_passed.notify_all();
   }, true});
   event->mark = mark;
-  event->device = stream->device;
 }
 
 void wait(Stream* stream, Event* event) {

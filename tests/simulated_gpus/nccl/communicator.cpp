@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 
 #include <sys/socket.h>
 #include <unistd.h>
@@ -15,7 +16,6 @@ namespace {
 // What a launch does on the thread of its stream. Returns when all its calls have ended, or at the abort.
 void run(const Launch& launch) {
   const auto comm = launch.comm;
-  std::lock_guard<std::mutex> one(comm->running);
   if (comm->is_aborted) return;
   if (launch.fault == "remote") fail(comm, RemoteError, "socketProgress: Connection closed by remote peer");
   if (launch.fault == "system") fail(comm, SystemError, "Call to recv failed : No route to host");
@@ -47,11 +47,14 @@ void run(const Launch& launch) {
 void launch_pending(Comm comm) {
   auto launch = std::move(comm->pending);
   comm->pending.calls.clear();
-  comm->outstanding++;
-  sim::launch(launch.stream, operation_names[launch.calls[0].agreed.operation], [launch] {
+  const long before = comm->launched++;
+  sim::launch(launch.stream, operation_names[launch.calls[0].agreed.operation], [launch, before] {
+    auto& ended = launch.comm->ended;
+    // One at a time talks to the hub, in the order of the calls, whichever streams they are on.
+    for (long seen = ended; seen < before; seen = ended) ended.wait(seen);
     run(launch);
-    launch.comm->outstanding--;
-    launch.comm->outstanding.notify_all();
+    ended++;
+    ended.notify_all();
   });
   if (comm->size > 1) sim::mark_collective(launch.stream);
 }
@@ -79,7 +82,7 @@ void hear_whether_joined(Comm comm) {
 
 // It is final when all ranks are. The process of the hub may end then, before all have read that.
 void hear_whether_final(Comm comm) {
-  if (comm->outstanding > 0 || comm->is_final) return;
+  if (comm->ended < comm->launched || comm->is_final) return;
   if (!comm->has_told_hub) send_message(comm->hub, {});
   comm->has_told_hub = true;
   Bytes message;
@@ -134,7 +137,7 @@ void end(Comm comm) {
   comm->is_aborted = true;
   comm->is_aborted.notify_all();
   if (comm->hub >= 0) shutdown(comm->hub, SHUT_RDWR);
-  for (int left = comm->outstanding; left > 0; left = comm->outstanding) comm->outstanding.wait(left);
+  for (long seen = comm->ended; seen < comm->launched; seen = comm->ended) comm->ended.wait(seen);
   if (comm->hub >= 0) close(comm->hub);
   comm->state = 0;
 }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <mutex>
 
 #include "hub.h"
 
@@ -41,9 +40,8 @@ struct ncclComm {
   sim_nccl::Launch pending;  // it has calls until it is launched
   int polls_left = 0;        // how often it still answers "in progress"
   long launches = 0;         // made by the host so far
-  std::atomic<int> outstanding{0};  // launches on streams that have not ended
+  std::atomic<long> launched{0}, ended{0};  // launches that streams have got, and those of them that have ended
   std::atomic<bool> is_aborted{false};
-  std::mutex running;  // one launch at a time talks to the hub
   std::atomic<int> error{sim_nccl::Success};
   std::string error_text;  // complete before `error` is set
 };
