@@ -42,7 +42,7 @@ pub(crate) const OPTIONS: &[(usize, &str)] = &[
     (2, "mlp --skip-nonfinite=5 --inject-fault=nan:rank=1,at=step,step=3"),
     (2, "mlp --check-replicas-every=2 --check-collectives --max-steps=5"),
     (2, "cnn --grad-accum-steps=2 --sync-batch-norm"),
-    (2, "mlp --no-overlap --bucket-cap-mb=0.001"),
+    (2, "mlp --no-overlap --bucket-cap-mb=0.001 --comm-hook=fp16"),
     (2, "mlp --comm-hook=bf16 --grad-accum-steps=2"),
     (2, "mlp --find-unused-parameters --bucket-cap-mb=0.001 --grad-accum-steps=2"),
     (2, "mlp --static-graph --grad-accum-steps=2"),
