@@ -91,11 +91,11 @@ fn process_uses_only_the_gpu_of_its_rank() {
 }
 
 /// What no step may do because it can stall the GPUs, for each of them, in a run of so many steps.
-fn stalls(gpus: usize, row: &str, steps: usize) -> [Vec<usize>; 2] {
+fn stalls(gpus: usize, row: &str, steps: usize) -> [Vec<usize>; 3] {
     let steps = format!("--max-steps={steps}");
     let row: Vec<&str> = row.split_whitespace().collect();
     let log = log(on_gpus(gpus, &[&row[..], &["--num-samples=3200", &steps]].concat()));
-    ["cudaMalloc", "host waits"].map(|event| log.counts(event, gpus))
+    ["cudaMalloc", "host waits", "cudaHostAlloc"].map(|event| log.counts(event, gpus))
 }
 
 #[test]

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <vector>
 
 #include <sys/mman.h>
 
@@ -64,6 +63,7 @@ static std::map<uintptr_t, size_t>& pinned() {
 
 // A copy that still reads it keeps its tensor, so that it comes back later.
 void* allocate_pinned(size_t size) {
+  note(current_device(), "cudaHostAlloc", std::to_string(size));
   auto* pointer = malloc(size);
   memset(pointer, 0xff, size);
   std::lock_guard<std::mutex> lock(pinned_mutex);
