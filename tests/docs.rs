@@ -259,7 +259,7 @@ fn book_code_blocks_have_a_known_language() {
 const OTHERS: &str = "allow-incomplete-ranks collector cpus-per-task device example from gpus-per-node hostfile \
     kill-on-bad-exit distribution map-by no-deps no-python nodes ntasks-per-node open path \
     rdzv-backend rdzv-endpoint rdzv-id release bench signal standalone time use-env test tests \
-    fallback-node locked width";
+    fallback-node locked param width";
 
 const COMMANDS: &str = "|comm|sample|sampler|bench|bench step|bench scaling|verify|diff|bisect|env|lesson|new|completions";
 
