@@ -1,4 +1,4 @@
-"""Faults under torchrun: every kind at every stage names the rank in torchrun's own report, and leaves nobody behind."""
+"""Faults under torchrun: each names the rank in torchrun's own report, and leaves nobody behind."""
 
 import os
 import re
@@ -12,15 +12,18 @@ RANKS = 2
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
 
 
-def faults(start, device):
-    """Each stage meets one of the ranks, each on a device of that kind; with DDP_MP_TESTS=all it meets all of them."""
+def faults(start, device, apart):
+    """Each kind meets one of the ranks at every `apart`th stage; with DDP_MP_TESTS=all it meets all of them at all stages.
+    `device` is the kind of the ranks' devices."""
+    is_all = os.environ.get("DDP_MP_TESTS") == "all"
     runs = 0
-    for kind in KINDS:
+    for index, kind in enumerate(KINDS):
         for number, stage in enumerate(STAGES):
-            for rank in range(RANKS):
-                if os.environ.get("DDP_MP_TESTS") == "all" or (number + KINDS.index(kind)) % RANKS == rank:
-                    fault(start, device, kind, stage, rank)
-                    runs += 1
+            if not is_all and (number + index) % apart != 0:
+                continue
+            for rank in range(RANKS) if is_all else [(number + index // 2) % RANKS]:
+                fault(start, device, kind, stage, rank)
+                runs += 1
     passed(f"torchrun and --inject-fault, ranks on {device}s: {runs} runs, the rank named in each")
 
 

@@ -21,7 +21,7 @@ import time
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 from documented import documented
-from faults import faults
+from faults import STAGES, faults
 from hosts import two_hosts
 from runs import ENDLESS, FLAGS, Run, check, end_what_is_left, free_port, near, passed, same, threads
 from run import INTEGRATION_TESTS, build
@@ -209,9 +209,9 @@ def main(program, simulated_gpus, only=None):
             torchrun_prefixes(program)
             torchrun_is_ended(program)
             restart(program, folder)
-            faults([program], "CPU")
+            faults([program], "CPU", apart=2)
             torchrun_on_gpus(program, on_gpus)
-            faults(on_gpus, "GPU")
+            faults(on_gpus, "GPU", apart=len(STAGES))  # tests/gpus tries all of them
             elastic(program, folder)
             joined(program, folder)
             documented(program, folder, TORCHRUN)
