@@ -279,6 +279,22 @@ mod tests {
         }
     }
 
+    #[test]
+    fn all_ranks_together_get_the_samples_that_are_dealt() {
+        for (len, start) in (5..24).flat_map(|len| (0..=len).map(move |start| (len, start))) {
+            let padded = |rank| DistributedSampler::new(len, 3, rank).unwrap();
+            let each = [
+                [0, 1, 2].map(padded),
+                [0, 1, 2].map(|rank| padded(rank).drop_last(true).unwrap()),
+                [0, 1, 2].map(|rank| padded(rank).without_padding()),
+            ];
+            for samplers in each {
+                let together: usize = samplers.iter().map(|it| it.num_samples_from(start)).sum();
+                assert_eq!(samplers[0].dealt_from(start), together, "{samplers:?}, from {start}");
+            }
+        }
+    }
+
     /// Returns tuples of samples, ranks before, ranks now, and `drop_last`.
     fn cases() -> impl Iterator<Item = (usize, usize, usize, bool)> {
         let ranks = || 1..5;
