@@ -8,9 +8,6 @@ cd "$(dirname "$0")/../.."
 program=$(realpath "$1")
 export CARGO_TARGET_DIR=$2
 [ -n "${LIBTORCH:-}${LIBTORCH_USE_PYTORCH:-}" ] || export LIBTORCH=$PWD/.libtorch/torch
-# As in the clone, so that what it has built is not built again.
-CXXFLAGS=${CXXFLAGS-$(sed -n 's/^CXXFLAGS = "\(.*\)"$/\1/p' .cargo/config.toml)}
-export CXXFLAGS
 clone=$PWD
 die() { echo "crate: $*" >&2; exit 1; }
 
