@@ -347,13 +347,14 @@ pub(crate) fn free_port() -> u16 {
     static CALLS: AtomicUsize = AtomicUsize::new(0);
     // Test programs that run one after the other begin at different ports.
     let begin = std::process::id() as usize * 97;
-    loop {
+    for _ in 0..PortBlock::LEN {
         let call = begin + CALLS.fetch_add(1, Ordering::Relaxed);
         let port = BLOCK.first + (call % usize::from(PortBlock::LEN)) as u16;
         if TcpListener::bind(("127.0.0.1", port)).is_ok() {
             return port;
         }
     }
+    panic!("all ports from {} to {} are taken", BLOCK.first, BLOCK.first + PortBlock::LEN - 1);
 }
 
 /// Ports that this process has for itself, until it ends.
