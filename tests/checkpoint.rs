@@ -124,7 +124,7 @@ fn resume_after_two_stops_ends_with_the_same_bits() {
         "--model=mlp --strategy=dp --optimizer=adamw --drop-last --num-samples=4099",
         "--find-unused-parameters --comm-hook=bf16 --lr=0.1 --no-shuffle --in-features=9 --batch-size=5 --num-samples=470",
     ];
-    in_parallel(&some_of(all, 2), |args| {
+    in_parallel(&some_of(all, 1), |args| {
         let args = format!("{args} --max-epochs=3");
         let whole = train(&args, &[]);
         let per_epoch = whole.steps / 3;

@@ -131,7 +131,7 @@ fn options_have_the_bits_that_they_promise() {
             &["--num-workers=2", "--explain", "--no-overlap", "--check-replicas-every=2", "--zero"],
         ),
     ];
-    for (plain, others) in some_of(all, 2) {
+    for (plain, others) in some_of(all, 1) {
         let expected = outcome(plain);
         for other in others {
             assert_eq!(outcome(&format!("{plain} {other}")), expected, "{plain} {other}");

@@ -35,7 +35,7 @@ fn is_named(limit: &str, args: &[&str], remedy: &str) -> bool {
 fn open_file_limit_is_named_in_the_error() {
     let folder = tempfile::tempdir().unwrap();
     let mut named = 0;
-    let limits = some_of([8, 10, 12, 14, 16, 18, 20, 24, 28, 36, 48], 3);
+    let limits = some_of([8, 10, 12, 14, 16, 18, 20, 24, 28, 36, 48], 2);
     for (number, files) in limits.into_iter().enumerate() {
         let limit = format!("ulimit -n {files}");
         if !can_be_loaded(&limit) {
@@ -78,7 +78,7 @@ fn thread_limit_is_named_and_no_process_is_left() {
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
     let mut named = 0;
-    for count in some_of((1..=12).chain([15, 20, 30]), 3) {
+    for count in some_of((1..=12).chain([15, 20, 30]), 2) {
         let dir = format!("--checkpoint-dir={}", folder.path().join(count.to_string()).display());
         for args in [
             &["--nproc-per-node=8", "--num-workers=1", &dir][..],

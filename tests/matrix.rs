@@ -18,8 +18,8 @@ fn everywhere(kind: &str, kept: usize, check: impl Fn(&str, &Value, &str) + Sync
 #[test]
 fn error_or_panic_at_any_stage_names_its_rank() {
     for (kind, kept, start) in [
-        ("error", 3, "injected by --inject-fault error"),
-        ("panic", 2, "panicked at crates/engine/src/"),
+        ("error", 2, "injected by --inject-fault error"),
+        ("panic", 1, "panicked at crates/engine/src/"),
     ] {
         everywhere(kind, kept, |what, failure, stderr| {
             assert!(failure["error"].as_str().unwrap().starts_with(start), "{what}");

@@ -181,12 +181,13 @@ fn from_env_joins_under_every_launcher() {
         let of = |process: &str| of_each.replace('@', process) + &format!(" MASTER_PORT={port}");
         vec![variables(of("0")), variables(of("1"))]
     };
-    for (launcher, of_each, nodes, places) in [
+    let launchers = [
         ("torchrun", torchrun, 2, &[(0, 0), (0, 1)][..]),
         ("slurm", srun, 1, &[(0, 0), (1, 0)]),
         ("mpi", mpirun, 1, &[(0, 0), (1, 0)]),
         ("kubernetes", by_hand, 2, &all[..]),
-    ] {
+    ];
+    for (launcher, of_each, nodes, places) in some_of(launchers, 2) {
         let ranks = places.len();
         let line = |(rank, (local, node)): (usize, &(usize, usize))| {
             format!("{launcher}|rank {rank} of {ranks}, {local} on node {node} of {nodes}, gloo")

@@ -7,7 +7,6 @@ that do not start the program, and runs no unit tests again that have passed sin
 """
 
 import argparse
-import itertools
 import json
 import os
 import re
@@ -79,14 +78,18 @@ class Tests:
             return True
 
 
-def start(targets, filters, environment, fast=False):
-    """Builds the test programs of cargo's `targets` and starts them; `filters` are for the integration tests. `fast` leaves
-    out unit tests that have passed since they were built."""
+def start(commands, filters, environment, fast=False):
+    """Builds the test programs of cargo's `commands`, and then starts them: beside a compiler, both take longer. `filters`
+    are for the integration tests. `fast` leaves out unit tests that have passed since they were built."""
+    # Frames are larger without optimization.
+    large_stack = dict(environment, RUST_MIN_STACK=str(16 << 20))
     started = []
-    for program, folder in build(targets):
+    for program, folder in [program for targets in commands for program in build(targets)]:
         is_integration = os.path.basename(folder) == "tests"
-        if is_integration or not (fast and has_passed(program)):
-            started.append(Tests(program, folder, filters if is_integration else [], environment))
+        if fast and not is_integration and has_passed(program):
+            continue
+        of_it = environment if is_integration and not fast else large_stack
+        started.append(Tests(program, folder, filters if is_integration else [], of_it))
     return started
 
 
@@ -118,22 +121,18 @@ def main():
     environment = dict(os.environ, RES_OPTIONS="timeout:1 attempts:1")
     if arguments.all:
         environment["DDP_MP_TESTS"] = "all"
-    # Frames are larger without optimization.
-    large_stack = dict(environment, RUST_MIN_STACK=str(16 << 20))
     if arguments.fast:
         os.environ["CARGO_INCREMENTAL"] = "1"
-        all_tests = start(FAST, arguments.filters, large_stack, fast=True)
+        all_tests = start([FAST], arguments.filters, environment, fast=True)
     else:
-        # The integration tests run while the unit tests are compiled.
-        integration = start(INTEGRATION_TESTS, arguments.filters, environment)
-        unit_tests = [start(tests, [], large_stack) for tests in (ENGINE_TESTS, OTHER_TESTS)]
-        all_tests = [*integration, *itertools.chain(*unit_tests)]
+        commands = [INTEGRATION_TESTS, ENGINE_TESTS, OTHER_TESTS]
+        all_tests = start(commands, arguments.filters, environment)
     passed = [tests.end() for tests in all_tests]
     if arguments.all and not arguments.filters:
         print("The tests of processes once more, over TCP:", flush=True)
         over_tcp = dict(environment, DDP_MP_TESTS_TCP="1")
         of_processes = ["gloo::", "processes::", "matrix::", "restarts::"]  # with spawn_processes
-        passed.extend(tests.end() for tests in start(INTEGRATION_TESTS, of_processes, over_tcp))
+        passed.extend(tests.end() for tests in start([INTEGRATION_TESTS], of_processes, over_tcp))
     if not arguments.filters:
         passed.append(subprocess.run(["cargo", "test", "--release", "--doc"], check=False).returncode == 0)
     seconds = {test: time for tests in all_tests for test, time in tests.seconds.items()}

@@ -42,7 +42,7 @@ fn results(events: &[Value]) -> Vec<Value> {
 /// `make test` tries one way with each row, in turn.
 #[track_caller]
 fn same(ways: &[&str], base: &[&str], rows: &[(usize, &str)]) {
-    for (number, &(count, row)) in some_of(rows, rows.len().div_ceil(2)).into_iter().enumerate() {
+    for (number, &(count, row)) in some_of(rows, rows.len().div_ceil(3)).into_iter().enumerate() {
         let count = format!("--nproc-per-node={count}");
         let row: Vec<&str> = row.split_whitespace().collect();
         let args = [base, &row, &[&count]].concat();
@@ -186,7 +186,7 @@ fn failure_of_a_rank_that_others_depend_on_in_a_step_ends_the_run() {
         ("stall:rank=2,at=step,step=3", "rank 2"),
     ];
     let all = layouts.iter().flat_map(|layout| faults.map(|fault| (layout, fault)));
-    in_parallel(&some_of(all, 5), |&(layout, (fault, words))| {
+    in_parallel(&some_of(all, 3), |&(layout, (fault, words))| {
         let fault = format!("--inject-fault={fault}");
         // Only a stall is found by waiting.
         let timeout = if words == "rank 2" { "--timeout=15s" } else { "--timeout=1h" };

@@ -33,10 +33,11 @@ pub(crate) fn events(args: &[&str]) -> (Option<i32>, Vec<Value>, String) {
 
 #[test]
 fn processes_have_the_bits_of_threads() {
-    for args in [
+    let all = [
         &["--nproc-per-node=3", "--model=mlp", "--hidden=300,300", "--bucket-cap-mb=0.2"][..],
         &["--nproc-per-node=1"],
-    ] {
+    ];
+    for args in some_of(all, 1) {
         let ways = [&["--spawn=threads"][..], &[PROCESSES], &[PROCESSES, "--shared-memory=off"]];
         let [threads, processes, over_tcp] = ways.map(|spawn| {
             let (code, events, stderr) = events(&[args, spawn].concat());
@@ -161,7 +162,7 @@ fn children_end_when_their_parent_is_killed() {
 /// A window is closed, or a connection ends: the run gets SIGHUP, and whatever it prints from then on fails.
 #[test]
 fn run_whose_terminal_is_gone_stops_and_saves() {
-    for spawn in ["--spawn=threads", PROCESSES, "--max-restarts=1"] {
+    for spawn in some_of(["--spawn=threads", PROCESSES, "--max-restarts=1"], 2) {
         let folder = tempfile::tempdir().unwrap();
         let dir = format!("--checkpoint-dir={}", folder.path().display());
         let args = ["--nproc-per-node=2", "--max-epochs=1000000", &dir, spawn];

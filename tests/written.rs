@@ -298,7 +298,7 @@ fn full_disk_is_reported_and_leaves_no_partial_file() {
         ),
     ];
     for (setup, why) in &limits[..if may_mount { 2 } else { 1 }] {
-        for (flags, problem) in some_of(&cases, 3) {
+        for (flags, problem) in some_of(&cases, 2) {
             let (stderr, left) = run_out_of_room(setup, flags);
             assert!(stderr.contains(problem) && stderr.contains(why), "{setup}: {flags}: {stderr}");
             for part in [".ddp-mp-", ".unfinished", "trace.json", "page.html", "kept"] {

@@ -95,13 +95,13 @@ fn faults_are_named_on_their_lines() {
     });
 }
 
-/// Faults of NCCL's own: a rank that does not join, and an error.
+/// Faults of NCCL's own: a rank that does not join, and an error, which NCCL tells in the all-reduce or after it.
 #[test]
 fn failures_of_nccl_are_named() {
     let reason = "remote process exited or there was a network error";
     for (fault, begins) in [
         ("init:rank=1,call=0", "hangs while connecting with NCCL (10 s)"),
-        ("remote:rank=1,call=1", "fails: rank 1 (GPU:1) failed in all_reduce #0: "),
+        ("remote:rank=1,call=1", "fails: rank 1 (GPU:1) failed in "),
     ] {
         let mut command = checks(2, "");
         command.env("SIM_NCCL_FAULT", fault);
