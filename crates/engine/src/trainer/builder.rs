@@ -32,6 +32,7 @@ impl<M: Forward> Trainer<M> {
     /// # Errors
     /// [`Error::Input`] when two numbers of the criterion have one name. [`Error::Torch`] when the device is out of
     /// memory.
+    #[inline(never)] // for `built_in_models`
     pub fn new(
         ddp: DistributedDataParallel<M>,
         optimizer: Box<dyn Optimizer>,
@@ -98,6 +99,7 @@ impl<M: Forward> Trainer<M> {
     ///
     /// # Errors
     /// The errors of [`GradScaler::new`].
+    #[inline(never)] // for `built_in_models`
     pub fn options(mut self, mut options: TrainerOptions) -> Result<Self> {
         options.accumulate = options.accumulate.max(1);
         if options.amp != self.context.options.amp {
@@ -170,6 +172,7 @@ impl<M: Forward> Trainer<M> {
     /// Validates on the batches of `loader` after every `every` epochs (at least 1), and after the last. Its sampler
     /// should be [`uneven`](crate::DistributedSampler::uneven), so that no sample is counted twice.
     #[must_use]
+    #[inline(never)] // for `built_in_models`
     pub fn validation(self, loader: DataLoader, every: u64) -> Self {
         self.with(Order::Validation, Validation { loader, every: every.max(1) })
     }
@@ -204,6 +207,7 @@ impl<M: Forward> Trainer<M> {
     /// its end and that of the run, each epoch and each validation. Call on all ranks alike, because they reduce their
     /// metrics if an observer of rank 0 wants them. `observers` are those of [`Rank::observers`](crate::Rank::observers).
     #[must_use]
+    #[inline(never)] // for `built_in_models`
     pub fn observe(mut self, observers: Observers, every: u64) -> Self {
         self.context.observers = observers;
         self.with(Order::Events, Events::new(every.max(1)))
@@ -212,6 +216,7 @@ impl<M: Forward> Trainer<M> {
     /// Tells the observers hashes of each rank's gradients, parameters and buffers in every step whose number is divisible by
     /// `every` (at least 1). `program` and `options`, which are what may change the result, are told with them.
     #[must_use]
+    #[inline(never)] // for `built_in_models`
     pub fn fingerprint(self, every: u64, program: String, options: Map<String, Value>) -> Self {
         let (every, run) = (every.max(1), self.context.ddp.group().run().clone());
         self.with(Order::Fingerprints, Fingerprints::new(every, program, options, run))

@@ -3,6 +3,7 @@
 
 mod amp;
 mod builder;
+mod built_in_models;
 mod callback;
 mod callbacks;
 mod context;
@@ -54,6 +55,7 @@ impl<M: Forward> Trainer<M> {
     ///
     /// # Errors
     /// The first error on any rank.
+    #[inline(never)] // for `built_in_models`
     pub fn train(&mut self, max_epochs: u64) -> anyhow::Result<Summary> {
         let context = &mut self.context;
         context.max_epochs = max_epochs.max(1);

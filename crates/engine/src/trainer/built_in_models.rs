@@ -1,0 +1,33 @@
+//! The trainer of a built-in model, compiled with this crate.
+//!
+//! A generic function is compiled in the crate that calls it. That of ddp-mp's command line is not optimized, because this makes
+//! the first build shorter, but a step of one layer would take 7 % longer. So this crate compiles the functions that lead to
+//! what a step runs. They are `#[inline(never)]`: rustc lets other crates call such functions where they are compiled.
+
+use serde_json::{Map, Value};
+
+use super::{Criterion, Summary, Trainer, TrainerOptions};
+use crate::data::DataLoader;
+use crate::ddp::DistributedDataParallel;
+use crate::error::Result;
+use crate::events::Observers;
+use crate::models::Model;
+use crate::optim::{Optimizer, Schedule};
+
+type BuiltIn = Trainer<Model>;
+type Ddp = DistributedDataParallel<Model>;
+
+type New = fn(Ddp, Box<dyn Optimizer>, Schedule, DataLoader, Criterion) -> Result<BuiltIn>;
+
+#[used]
+static NEW: New = BuiltIn::new;
+#[used]
+static OPTIONS: fn(BuiltIn, TrainerOptions) -> Result<BuiltIn> = BuiltIn::options;
+#[used]
+static VALIDATION: fn(BuiltIn, DataLoader, u64) -> BuiltIn = BuiltIn::validation;
+#[used]
+static OBSERVE: fn(BuiltIn, Observers, u64) -> BuiltIn = BuiltIn::observe;
+#[used]
+static FINGERPRINT: fn(BuiltIn, u64, String, Map<String, Value>) -> BuiltIn = BuiltIn::fingerprint;
+#[used]
+static TRAIN: fn(&mut BuiltIn, u64) -> anyhow::Result<Summary> = BuiltIn::train;
