@@ -20,7 +20,7 @@ SIMULATED_GPUS = $(or $(CARGO_TARGET_DIR),target)/simulated_gpus
 # The crate of `make loom`, which needs no libtorch.
 LOOM = --locked --manifest-path tests/loom/Cargo.toml --target-dir $(or $(CARGO_TARGET_DIR),target)/loom
 
-# What builds the book. It is built into .tools/, once.
+# What builds the book. It is built into .tools/, once, and without optimization: that is sooner, and fast enough.
 MDBOOK = 0.5.4
 
 # What checks the dependencies. It is built into .tools/, once.
@@ -134,7 +134,8 @@ deny: cargo ## check the licences, sources and security advisories of all depend
 
 docs: cargo ## build the book with mdBook, which it builds into .tools/, and check the links of all Markdown files
 	@.tools/bin/mdbook --version 2>/dev/null | grep -qx "mdbook v$(MDBOOK)" || \
-	    cargo install mdbook --locked --version $(MDBOOK) --root .tools --no-default-features --features search
+	    CARGO_PROFILE_RELEASE_OPT_LEVEL=0 cargo install mdbook --locked --version $(MDBOOK) --root .tools \
+	        --no-default-features --features search
 	python3 docs/pictures.py --check
 	.tools/bin/mdbook build docs
 	python3 tests/interop/links.py docs/book
