@@ -146,7 +146,8 @@ impl<M> Callback<M> for Fingerprints {
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
         self.ended = Some(step.index);
-        let (ddp, Some(mut line)) = (&context.ddp, self.step.take()) else { return Ok(()) };
+        // It stays there until it is complete: `drop` tells what is known if this fails.
+        let (ddp, Some(line)) = (&context.ddp, &mut self.step) else { return Ok(()) };
         if step.is_skipped() {
             line.averages = average_hashes(ddp)?;
         }
@@ -154,6 +155,7 @@ impl<M> Callback<M> for Fingerprints {
         line.loss = step.losses.iter().map(loss).collect::<crate::error::Result<_>>()?;
         line.parameters = hashes(ddp.trained_parameters())?;
         line.buffers = hashes(ddp.untrained_tensors())?;
+        let Some(line) = self.step.take() else { return Ok(()) };
         tell(&context.observers, Fingerprint::Step(line))
     }
 }
