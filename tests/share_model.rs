@@ -39,7 +39,7 @@ fn results(events: &[Value]) -> Vec<Value> {
 }
 
 /// Checks that runs with the `ways` have the results of those without: a row has the number of ranks and more options.
-/// `make test` tries one way with each row, in turn.
+/// `make test` tries a third of the rows, each with one of the ways in turn.
 #[track_caller]
 fn same(ways: &[&str], base: &[&str], rows: &[(usize, &str)]) {
     for (number, &(count, row)) in some_of(rows, rows.len().div_ceil(3)).into_iter().enumerate() {

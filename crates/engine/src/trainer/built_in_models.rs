@@ -1,7 +1,7 @@
 //! The trainer of a built-in model, compiled with this crate.
 //!
-//! A generic function is compiled in the crate that calls it. That of ddp-mp's command line is not optimized, because this makes
-//! the first build shorter, but a step of one layer would take 7 % longer. So this crate compiles the functions that lead to
+//! rustc compiles a generic function in the crate that calls it. The crate of ddp-mp's command line is not optimized, so that the
+//! first build is short, and a step of one layer would take 7 % longer. So this crate compiles the functions that lead to
 //! what a step runs. They are `#[inline(never)]`: rustc lets other crates call such functions where they are compiled.
 
 use serde_json::{Map, Value};

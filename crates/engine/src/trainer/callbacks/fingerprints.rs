@@ -146,7 +146,7 @@ impl<M> Callback<M> for Fingerprints {
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
         self.ended = Some(step.index);
-        // It stays there until it is complete: `drop` tells what is known if this fails.
+        // The line stays in `self.step` until it is complete. If a call fails before, `drop` tells what is known.
         let (ddp, Some(line)) = (&context.ddp, &mut self.step) else { return Ok(()) };
         if step.is_skipped() {
             line.averages = average_hashes(ddp)?;
