@@ -2,10 +2,10 @@
 
 use std::cell::RefCell;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
-use anyhow::Result;
-use ddp_mp::events::Observers;
+use anyhow::{Result, ensure};
+use ddp_mp::events::{Event, Fingerprint, Observer, Observers, StepFingerprint};
 use ddp_mp::models::Model;
 use ddp_mp::prelude::*;
 use ddp_mp::views::Metrics;
@@ -217,4 +217,58 @@ fn metrics_end_with_the_last_step() {
         assert_eq!(rows[..rows.len() - 1], before);
         assert!(rows.last().unwrap().1.is_finite());
     }
+}
+
+/// Keeps the fingerprints of steps.
+#[derive(Default)]
+struct Fingerprints(Mutex<Vec<StepFingerprint>>);
+
+impl Observer for Fingerprints {
+    fn event(&self, event: &Event) -> Result<()> {
+        if let Event::Fingerprint { fingerprint: Fingerprint::Step(step) } = event {
+            self.0.lock().unwrap().push(step.clone());
+        }
+        Ok(())
+    }
+}
+
+/// Fails rank 1 at the start of step 3, while rank 0 ends step 2.
+struct FailWhileRankEndsStep;
+
+impl<M> Callback<M> for FailWhileRankEndsStep {
+    fn on_step_start(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
+        ensure!((context.group().rank(), step.index) != (1, 3), "planned");
+        Ok(())
+    }
+
+    fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
+        if (context.group().rank(), step.index) == (0, 2) {
+            context.group().barrier().unwrap_err(); // rank 1 does not come; its failure ends the wait
+        }
+        Ok(())
+    }
+}
+
+/// Without the line of rank 0, `ddp-mp diff` would take step 2 for equal.
+#[test]
+fn failure_while_a_rank_ends_its_step_leaves_that_step_in_the_record() {
+    let record = Arc::new(Fingerprints::default());
+    let observer = record.clone();
+    let error = try_ranks(2, move |rank, group| {
+        let mut observers = Observers::default();
+        observers.add(observer.clone());
+        let trainer = trainer(rank, group)?.observe(observers, 1).callback(FailWhileRankEndsStep);
+        trainer.fingerprint(1, "test".into(), serde_json::Map::new()).train(1)
+    });
+    assert!(error.unwrap_err().to_string().contains("planned"));
+    let mut lines = std::mem::take(&mut *record.0.lock().unwrap());
+    lines.sort_by_key(|line| (line.rank, line.step));
+    let steps: Vec<_> = lines.iter().map(|it| (it.rank, it.step, it.stopped)).collect();
+    assert_eq!(
+        steps,
+        [(0, 0, false), (0, 1, false), (0, 2, true), (1, 0, false), (1, 1, false), (1, 2, false)]
+    );
+    // What is known of the step that did not end.
+    assert_eq!(lines[2].averages, lines[5].averages);
+    assert!(lines[2].gradients.iter().all(Option::is_some) && lines[2].parameters == [None, None]);
 }
