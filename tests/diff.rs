@@ -88,7 +88,7 @@ fn diff_names_the_step_rank_and_tensor_of_a_flipped_bit() {
     record_cnn(0, folder, "good.record", &[]);
     let text = fs::read_to_string(folder.join("good.record")).unwrap();
     let header: Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
-    let flips: Vec<u64> = (0..if runs_every_case() { 100 } else { 5 }).collect();
+    let flips: Vec<u64> = (0..if runs_every_case() { 20 } else { 5 }).collect();
     in_parallel(&flips, |&number| {
         let mut numbers = Numbers(number);
         let (step, rank) = (numbers.below(STEPS), numbers.below(2));

@@ -2,7 +2,7 @@
 
 run.py [--all | --fast] [FILTER ...]: Runs all unit tests, and the integration tests whose names contain a FILTER. Without
 a FILTER it runs all integration tests and the documentation's examples. --all runs every case of the tests that have
-many, and those of processes also over TCP. --fast compiles without optimization and incrementally, for integration tests
+many, and some cases of those of processes also over TCP. --fast compiles without optimization and incrementally, for integration tests
 that do not start the program, and runs no unit tests again that have passed since they were built.
 """
 
@@ -119,6 +119,7 @@ def main():
     arguments = arguments.parse_args()
     # libtorch looks up the name of each client of a store. A lost query would cost 5 s.
     environment = dict(os.environ, RES_OPTIONS="timeout:1 attempts:1")
+    over_tcp = dict(environment, DDP_MP_TESTS_TCP="1")
     if arguments.all:
         environment["DDP_MP_TESTS"] = "all"
     if arguments.fast:
@@ -130,7 +131,6 @@ def main():
     passed = [tests.end() for tests in all_tests]
     if arguments.all and not arguments.filters:
         print("The tests of processes once more, over TCP:", flush=True)
-        over_tcp = dict(environment, DDP_MP_TESTS_TCP="1")
         of_processes = ["gloo::", "processes::", "matrix::", "restarts::"]  # with spawn_processes
         passed.extend(tests.end() for tests in start([INTEGRATION_TESTS], of_processes, over_tcp))
     if not arguments.filters:

@@ -127,8 +127,8 @@ fn another_rank_fails(members: usize, times: u64, preemptions: Option<usize>) {
 
 #[test]
 fn failure_of_an_outside_rank_ends_two_reducing_ranks() {
-    another_rank_fails(2, 1, Some(4));
-    another_rank_fails(2, 2, Some(3));
+    another_rank_fails(2, 1, Some(3));
+    another_rank_fails(2, 2, Some(2));
 }
 
 #[test]
