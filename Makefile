@@ -79,16 +79,17 @@ xargs -d '\n' cp --update --parents --preserve=mode --target-directory=$(copy_fo
 cd $(copy_for) && find . -type f ! -path './target/*' ! -path './.libtorch/*' ! -path './.python/*' -printf '%P\n' \
     | { grep -vxFf target/tracked || true; } | xargs -rd '\n' rm
 cd $(copy_for) && cargo update --quiet --precise $(2) tch
-@[ -e $(copy_for)/target/release ] || $(copy_dependencies)
+@[ -e $(copy_for)/target/release ] || [ ! -e $(BUILT)/.fingerprint ] || $(copy_dependencies)
 endef
 
-# What the clone has compiled of the dependencies serves the copy, too. The fingerprints come first: each is written after
-# what it is of, so a compiler that runs meanwhile does no harm.
+# What the clone has compiled of the dependencies serves the copy, too. The fingerprints come first: cargo writes each after
+# the files that it is of, and may compile meanwhile. If a file goes away, the copy compiles all itself.
 BUILT = $(or $(CARGO_TARGET_DIR),target)/release
-copy_dependencies = { mkdir -p $(copy_for)/target/release/deps; \
-    cp -a $(BUILT)/.fingerprint $(BUILT)/build $(copy_for)/target/release; \
-    cp -a $(BUILT)/deps/*.rlib $(BUILT)/deps/*.rmeta $(BUILT)/deps/*.d $(BUILT)/deps/*.so $(copy_for)/target/release/deps; } \
-    2>/dev/null || true
+PARTIAL = $(copy_for)/target/release.partial
+copy_dependencies = { rm -rf $(PARTIAL) && mkdir -p $(PARTIAL)/deps && \
+    cp -a $(BUILT)/.fingerprint $(BUILT)/build $(PARTIAL) && \
+    cp -a $(BUILT)/deps/*.rlib $(BUILT)/deps/*.rmeta $(BUILT)/deps/*.d $(BUILT)/deps/*.so $(PARTIAL)/deps && \
+    mv -T $(PARTIAL) $(copy_for)/target/release; } || true
 
 # Makes targets in the copy for libtorch $(1). The copy is no repository, so it is told the commit.
 COMMIT = $(shell git describe --always --exclude='*' --abbrev=12 --dirty=-modified)

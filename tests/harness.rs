@@ -301,7 +301,7 @@ pub(crate) fn send(signal: &str, process: u32) {
     assert!(status.unwrap().success(), "{signal} {process}");
 }
 
-/// Returns about `kept` of the cases, evenly spaced; all of them in `make test-all`.
+/// Returns about `kept` of the cases, evenly spaced; all of them in `make test-all`, but for its run over TCP.
 pub(crate) fn some_of<T>(all: impl IntoIterator<Item = T>, kept: usize) -> Vec<T> {
     let all: Vec<T> = all.into_iter().collect();
     let step = if runs_every_case() { 1 } else { all.len().div_ceil(kept).max(1) };

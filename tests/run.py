@@ -2,8 +2,8 @@
 
 run.py [--all | --fast] [FILTER ...]: Runs all unit tests, and the integration tests whose names contain a FILTER. Without
 a FILTER it runs all integration tests and the documentation's examples. --all runs every case of the tests that have
-many, and some cases of those of processes also over TCP. --fast compiles without optimization and incrementally, for integration tests
-that do not start the program, and runs no unit tests again that have passed since they were built.
+many, and some cases of the tests of processes over TCP, too. --fast compiles without optimization and incrementally, for
+integration tests that do not start the program, and runs no unit tests again that have passed since they were built.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def main():
         all_tests = start(commands, arguments.filters, environment)
     passed = [tests.end() for tests in all_tests]
     if arguments.all and not arguments.filters:
-        print("The tests of processes once more, over TCP:", flush=True)
+        print("Some cases of the tests of processes once more, over TCP:", flush=True)
         of_processes = ["gloo::", "processes::", "matrix::", "restarts::"]  # with spawn_processes
         passed.extend(tests.end() for tests in start([INTEGRATION_TESTS], of_processes, over_tcp))
     if not arguments.filters:

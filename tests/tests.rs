@@ -11,7 +11,7 @@ mod bench; // ddp-mp bench: right results, right columns, wrong input
 mod bind; // ranks on CPUs of their own, with all threads that they start
 mod bisect; // ddp-mp bisect: the first tensors that differ, and its end at a signal
 mod c10d; // groups in which PyTorch could be
-mod callbacks; // a user's own: each step seen, a step skipped, a stop that one rank requests
+mod callbacks; // a user's own: each step seen, a step skipped, a stop on one rank's request, a failure at a step's end
 mod checkpoint; // stopped, killed, damaged, and going on as if nothing had happened
 mod cli; // the program as a user meets it: help and mistakes
 mod collectives; // every operation, kind, world size and awkward length; mismatches
