@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail};
 use ddp_mp::events::{Event, Fingerprint, Observer, Observers, StepFingerprint};
 use ddp_mp::models::Model;
 use ddp_mp::prelude::*;
@@ -237,13 +237,17 @@ struct FailWhileRankEndsStep;
 
 impl<M> Callback<M> for FailWhileRankEndsStep {
     fn on_step_start(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
-        ensure!((context.group().rank(), step.index) != (1, 3), "planned");
+        if (context.group().rank(), step.index) == (1, 3) {
+            context.group().barrier()?;
+            bail!("planned");
+        }
         Ok(())
     }
 
     fn on_step_end(&mut self, context: &mut TrainContext<M>, step: &Step) -> Result<()> {
         if (context.group().rank(), step.index) == (0, 2) {
-            // Rank 1 does not come. Its failure ends the wait.
+            context.group().barrier()?;
+            // Rank 1 does not come to another one. Its failure ends the wait.
             context.group().barrier().unwrap_err();
         }
         Ok(())
