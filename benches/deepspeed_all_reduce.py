@@ -13,8 +13,8 @@ import sys
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
 from pytorch_all_reduce import end, measure
-from pytorch_step import free_port
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # which DeepSpeed reads when it is imported
 # DeepSpeed starts ninja, which pip has installed beside this Python.

@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from pytorch_step import free_port
+from ports import free_port
 
 
 def seconds(all_reduce, tensor, iters):

@@ -1,11 +1,11 @@
 """The demo in PyTorch: mp.spawn, Gloo, DistributedDataParallel, one dense layer; the same work."""
 
 import argparse
-import socket
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -38,7 +38,4 @@ if __name__ == "__main__":
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--nproc-per-node", type=int, default=2)
     args = parser.parse_args()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(main, (args.nproc_per_node, port, args), nprocs=args.nproc_per_node)
+    mp.spawn(main, (args.nproc_per_node, free_port(), args), nprocs=args.nproc_per_node)

@@ -10,7 +10,7 @@ import time
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from pytorch_step import free_port
+from ports import free_port
 
 
 def main(rank, port, start, times):

@@ -8,13 +8,13 @@ The optimizer is SGD. A gpt is that of configs/gpt.toml, with its batches, AdamW
 
 import json
 import os
-import socket
 import sys
 import time
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from ports import free_port
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
@@ -74,12 +74,6 @@ def main(rank, world_size, port, kind, steps, options):
         print(json.dumps({"us_per_step": times[len(times) // 2] * 1e6}), flush=True)
     dist.barrier()
     os._exit(0)  # Gloo's threads abort a process that ends with destructors now and then
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -19,7 +19,10 @@ import compressed
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 # Beside the scripts in packed/.
-FILES = [ROOT / "benches" / "compare.py", ROOT / "benches" / "pytorch_step.py", ROOT / "assets" / "shakespeare.txt"]
+FILES = [
+    *(ROOT / "benches" / name for name in ["compare.py", "pytorch_step.py", "ports.py"]),
+    ROOT / "assets" / "shakespeare.txt",
+]
 LARGEST = 40 << 20  # bytes
 
 

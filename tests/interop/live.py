@@ -7,12 +7,14 @@ import json
 import pathlib
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 
 from tmux import Terminal
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "benches"))
+from ports import free_port  # noqa: E402
 
 SIZES = [(80, 24), (200, 60)]
 SLOW = ["--max-epochs=1000", "--nproc-per-node=3", "--inject-fault=slow=50ms:rank=1,at=step"]
@@ -83,9 +85,7 @@ def processes(program, folder, size):
 
 def several_machines(program, folder):
     """The terminal of rank 0's process shows the ranks of both, those of the other one from heartbeats."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    run = [*SLOW, "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    run = [*SLOW, "--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     with Terminal(120, 30, folder) as terminal:
         other = subprocess.Popen([program, *run, "--node-rank=1"], stdout=subprocess.DEVNULL)
         try:

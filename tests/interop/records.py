@@ -8,7 +8,6 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import sys
 import tempfile
 from collections import OrderedDict
@@ -23,18 +22,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "python"))
-sys.path.append(str(REPOSITORY / "tests" / "parity"))
+sys.path += [str(REPOSITORY / "tests" / "parity"), str(REPOSITORY / "benches")]
 import ddp_mp  # noqa: E402
 from checks import check, run  # noqa: E402
+from ports import free_port  # noqa: E402
 from record import CHANNELS, CLASSES, MODELS, SIDE  # noqa: E402
 
 STEPS, BATCH = 6, 8
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def build():

@@ -5,10 +5,12 @@ import os
 import pathlib
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "benches"))
+from ports import free_port  # noqa: E402, F401
 
 # No command here runs for so long, unless it hangs.
 LIMIT = 180
@@ -89,12 +91,6 @@ class Run:
         ends = self.end().events("end")
         check(len(ends) == 1, f"{len(ends)} ends: {self.output()}")
         return ends[0]
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def left_over(mark):

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import pathlib
-import socket
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -28,7 +27,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from gpt import Gpt, contexts, loss_of
 
-FOLDER = pathlib.Path(__file__).parent
+FOLDER = pathlib.Path(__file__).resolve().parent
+sys.path.append(str(FOLDER.parents[1] / "benches"))
+from ports import free_port  # noqa: E402
 
 
 def digest(numbers):
@@ -188,12 +189,9 @@ def rank_process(rank, world_size, port, answer, f, arguments):
 
 def ranks(world_size, f, *arguments):
     """Runs `f` on so many ranks, and returns what rank 0 returned."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         answer = os.path.join(folder, "answer.json")
-        mp.spawn(rank_process, (world_size, port, answer, f, arguments), nprocs=world_size)
+        mp.spawn(rank_process, (world_size, free_port(), answer, f, arguments), nprocs=world_size)
         return json.loads(pathlib.Path(answer).read_text())
 
 

@@ -2,10 +2,10 @@
 for one rank. They take turns on the GPU, so no time of them says anything about speed."""
 
 import lzma
-import socket
 import sys
 
 from machine import HERE, SAME_BITS, CommandFailed, check_near, end_on_gpu, json_lines
+from ports import free_port
 from results import LeftOut
 
 # How two ranks may reach each other on one GPU: the first that works is used from then on.
@@ -62,12 +62,6 @@ def shared_gpu(machine):
     if not hasattr(machine, "shared_gpu"):
         machine.shared_gpu = SharedGpu(machine)
     return machine.shared_gpu
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def as_torchrun(rank, port):
