@@ -2,7 +2,7 @@
 # crate.sh PROGRAM TARGET  packs the crates, and tries what is in them from the projects that PROGRAM writes
 #
 # The projects and the crates are built in the target folder TARGET, with the profile of the clone, whose dependencies are
-# there. So only these crates are built again, once.
+# there. So only these crates are built again, once, and the engine without optimization: nothing is measured here.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 program=$(realpath "$1")
@@ -23,7 +23,7 @@ for packed in "$CARGO_TARGET_DIR"/package/ddp-mp*.crate; do
     tar -xzf "$packed" -C "$folder"
 done
 sed -n '/^\[profile/,/^$/p' Cargo.toml >"$folder/profile.toml"
-cargo=(cargo --offline --config "$folder/profile.toml")
+cargo=(cargo --offline --config "$folder/profile.toml" --config profile.release.opt-level=0)
 version=$(cargo pkgid --package ddp-mp | sed 's/.*[#@]//')
 crate=$folder/ddp-mp-$version
 
