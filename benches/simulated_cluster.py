@@ -25,7 +25,7 @@ import time
 FOLDER = pathlib.Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent / "tests/launchers"))
 from hosts import Hosts  # noqa: E402
-from runs import free_port  # noqa: E402
+from ports import free_port  # noqa: E402
 
 FLAGS = ["--model=mlp", "--hidden=1024,1024,1024", "--log-format=json"]
 STEPS = 20

@@ -1,8 +1,8 @@
 //! The trainer of a built-in model, compiled with this crate.
 //!
-//! rustc compiles a generic function in the crate that calls it. The crate of ddp-mp's command line is not optimized, so that the
-//! first build is short, and a step of one layer would take 7 % longer. So this crate compiles the functions that lead to
-//! what a step runs. They are `#[inline(never)]`: rustc lets other crates call such functions where they are compiled.
+//! rustc compiles a generic function in the crate that calls it. The crate of ddp-mp's command line is not optimized, so
+//! that the first build is short, and a step of one layer would take 7 % longer. So this crate compiles the functions that
+//! lead to what a step runs. They are `#[inline(never)]`: rustc lets other crates call such functions where they are compiled.
 
 use serde_json::{Map, Value};
 

@@ -227,9 +227,9 @@ const PIECE_ELEMENTS: usize = 1024;
 /// Elements for which there is a smaller buffer, because to clear a large one takes longer than the reduction.
 const FEW_ELEMENTS: usize = 128;
 
-/// Bytes of results that are copied at once. For 2 KiB and more glibc's memcpy uses `rep movsb`, which takes ten times as long on some
-/// AMD processors if source and target lie at almost the same place of their pages. A step of two ranks then takes a third
-/// longer.
+/// Bytes of results that are copied at once. For 2 KiB and more glibc's memcpy uses `rep movsb`, which takes ten times as
+/// long on some AMD processors if source and target lie at almost the same place of their pages. A step of two ranks then
+/// takes a third longer.
 const COPY_BYTES: usize = 1024;
 
 /// # Safety
