@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 
-from runs import ENDLESS, FLAGS, Run, check, near, passed, same, threads
+from runs import ENDLESS, FLAGS, Run, check, passed, same, threads
 
 
 class Hosts:
@@ -120,13 +120,13 @@ def two_hosts(program, tests):
 
 
 def by_hand(program, hosts, what):
-    for ranks, compare in [(1, same), (2, near)]:
+    for ranks in [1, 2]:
         first, second = hosts.start([program], FLAGS, ranks)
         result = first.result()
         second.end()
         [start] = first.events("start")
         check(start["nnodes"] == 2 and start["world_size"] == 2 * ranks, f"it began as {start}")
-        compare(result, threads(program, 2 * ranks), f"{what}, {ranks} of the ranks on each")
+        same(result, threads(program, 2 * ranks), f"{what}, {ranks} of the ranks on each")
     hosts.nobody_is_left(what)
 
 
@@ -141,7 +141,7 @@ def shared_memory(program, hosts, tests):
             for run in runs[1:]:
                 run.end()
             expected = threads(program, sum(counts), [*FLAGS, *more])
-            near(found, expected, " ".join([what, *more]))
+            same(found, expected, " ".join([what, *more]))
             if counts[0] == counts[1] and not more:
                 threads_of_hosts = hosts.start([program], FLAGS, counts[0])
                 expected = threads_of_hosts[0].result()

@@ -23,7 +23,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 from documented import documented
 from faults import STAGES, faults
 from hosts import two_hosts
-from runs import ENDLESS, FLAGS, Run, check, end_what_is_left, free_port, near, passed, same, threads
+from runs import ENDLESS, FLAGS, Run, check, end_what_is_left, free_port, passed, same, threads
 from run import INTEGRATION_TESTS, build
 from slurm import slurm
 
@@ -47,7 +47,7 @@ def torchrun(program):
 
     both = ["--no-python", "--nproc-per-node=2", program, "--nproc-per-node=2", *FLAGS]
     run = Run([*TORCHRUN, "--standalone", *both])
-    near(run.result(), expected, "torchrun, 2 processes with 2 threads each")
+    same(run.result(), expected, "torchrun, 2 processes with 2 threads each")
 
     place = static()
     command = [*place, "--no-python", "--nproc-per-node=2", program, *FLAGS]

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 
-from runs import ENDLESS, FLAGS, LIMIT, Run, check, free_port, near, passed, same, threads
+from runs import ENDLESS, FLAGS, LIMIT, Run, check, free_port, passed, same, threads
 
 # Slurm's nodes by names that lead to this machine wherever it runs, and with as many CPUs as there are tasks.
 NODES = ["127.0.0.1", "127.0.0.2"]
@@ -131,7 +131,7 @@ def steps(program):
         [start] = run.events("start")
         check(start["nnodes"] == nodes, f"it began as {start}")
     run = srun(2, 2, program, "--nproc-per-node=2", *FLAGS, cpus=2)
-    near(run.result(), threads(program, 4), "srun, one task a node with 2 threads each")
+    same(run.result(), threads(program, 4), "srun, one task a node with 2 threads each")
 
 
 def batch(program, folder):

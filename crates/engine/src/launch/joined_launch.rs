@@ -76,11 +76,12 @@ impl Launch {
 
     /// Returns this process's part of a machine on which it may use `cores` CPU cores.
     pub fn share(&self, cores: usize) -> NodeSlice {
-        let Processes { local_index, local_count, .. } = self.processes;
+        let Processes { count, local_index, local_count, .. } = self.processes;
         NodeSlice {
             index: local_index,
             count: local_count,
             cores: self.cores.unwrap_or(cores / local_count).clamp(1, cores.max(1)),
+            is_alone: count == 1,
             threads_per_rank: self.threads_per_rank,
         }
     }

@@ -92,15 +92,24 @@ pub struct NodeSlice {
     pub count: usize,
     /// How many CPU cores this process may use.
     pub cores: usize,
-    /// How many threads libtorch uses in each rank (`OMP_NUM_THREADS`). If `None`, the number of cores divided by
-    /// the number of ranks.
+    /// Whether the run has no other process, on no machine.
+    pub is_alone: bool,
+    /// How many threads libtorch uses in each rank (`OMP_NUM_THREADS`). If `None`, [`Placement::threads_per_rank`] says how
+    /// many there are.
     pub threads_per_rank: Option<usize>,
 }
 
 impl NodeSlice {
     /// Returns the part of a process that is alone on its machine and may use `cores` CPU cores.
     pub fn all(cores: usize) -> Self {
-        Self { index: 0, count: 1, cores, threads_per_rank: None }
+        Self { index: 0, count: 1, cores, is_alone: true, threads_per_rank: None }
+    }
+
+    /// Returns how many threads libtorch uses in each of `count` ranks of this process.
+    pub(super) fn threads(&self, count: usize, on_gpus: bool) -> usize {
+        let divides_cores = on_gpus || (self.is_alone && count == 1);
+        let default = if divides_cores { (self.cores / count.max(1)).max(1) } else { 1 };
+        self.threads_per_rank.unwrap_or(default)
     }
 
     /// Returns how many of `gpus` visible GPUs belong to this process; `None` if they cannot be divided equally.
@@ -135,7 +144,9 @@ pub struct Placement {
     pub devices: Vec<Device>,
     /// How many GPUs are visible to the ranks; 0 for ranks on the CPU.
     pub gpu_count: usize,
-    /// How many threads libtorch uses in each rank.
+    /// How many threads libtorch uses in each rank. By default ranks on the CPU have one: libtorch's sums depend on the number
+    /// of threads in their last bits, and the number of cores differs from machine to machine. A rank without others has all
+    /// cores, and ranks on GPUs divide them.
     pub threads_per_rank: usize,
     /// A note on the placement for the user, if there is one.
     pub note: Option<String>,
@@ -155,7 +166,7 @@ pub fn place(
 ) -> Result<Placement> {
     let request = Request { nproc, given: choice.given(), cuda, gpus: cuda.usable(), share };
     let count = request.count_ranks()?;
-    let threads_per_rank = share.threads_per_rank.unwrap_or((share.cores / count).max(1));
+    let threads_per_rank = share.threads(count, request.is_for_gpus());
     if request.is_for_gpus() {
         let (backend, devices, note) = request.choose_gpus(count)?;
         return Ok(Placement { backend, devices, gpu_count: request.gpus, threads_per_rank, note });
@@ -251,8 +262,13 @@ impl Request<'_> {
 
     /// Returns the note that the ranks run on the CPU, because there is no GPU.
     fn cpu_note(&self, count: usize, threads: usize) -> String {
+        let of_all = self.share.cores / count;
+        let why = match self.share.threads_per_rank {
+            Some(_) => " (OMP_NUM_THREADS)".into(),
+            None if of_all > threads => format!(" (OMP_NUM_THREADS={of_all} uses all cores)"),
+            None => String::new(),
+        };
         let (ranks, threads) = (counted(count, "rank"), counted(threads, "thread"));
-        let why = if self.share.threads_per_rank.is_some() { " (OMP_NUM_THREADS)" } else { "" };
         let slow = oversubscribed(count, self.share.cores).unwrap_or_default();
         let each = if count == 1 { "" } else { " each" };
         format!("{}: {ranks} on the CPU, {threads}{each}{why}{slow}", self.why_no_gpu())
@@ -417,7 +433,11 @@ mod tests {
         assert_eq!(note, "no GPU is visible: 8 ranks on the CPU, 1 thread each");
 
         let placement = place(Nproc::Count(3), THREADED, &gpus(0), &NodeSlice::all(8)).unwrap();
-        assert_eq!((placement.devices.len(), placement.threads_per_rank), (3, 2));
+        assert_eq!((placement.devices.len(), placement.threads_per_rank), (3, 1));
+        let note = placement.note.unwrap();
+        assert!(note.ends_with("1 thread each (OMP_NUM_THREADS=2 uses all cores)"), "{note}");
+        let one = place(Nproc::Count(1), THREADED, &gpus(0), &NodeSlice::all(8)).unwrap();
+        assert_eq!(one.threads_per_rank, 8);
         // More ranks than cores are fine on a CPU; each gets one thread.
         let placement =
             place(Nproc::Count(20), BackendChoice::Auto, &gpus(0), &NodeSlice::all(8)).unwrap();
@@ -459,7 +479,8 @@ mod tests {
 
     /// Places the ranks of process `index` of `count` on a machine, with 4 cores each.
     fn shared(index: usize, count: usize, nproc: Nproc, cuda: &Cuda) -> Result<Placement> {
-        let share = NodeSlice { index, count, cores: 4, threads_per_rank: None };
+        let share =
+            NodeSlice { index, count, cores: 4, is_alone: count == 1, threads_per_rank: None };
         place(nproc, BackendChoice::Auto, cuda, &share)
     }
 
@@ -502,10 +523,16 @@ mod tests {
     }
 
     #[test]
-    fn processes_of_a_node_divide_its_cores() {
-        let threads = |nproc| shared(1, 2, nproc, &gpus(0)).unwrap().threads_per_rank;
-        assert_eq!((threads(Nproc::Count(1)), threads(Nproc::Count(2))), (4, 2));
-        assert_eq!((threads(Nproc::Cpu), threads(Nproc::Count(9))), (1, 1));
+    fn ranks_on_cpus_have_one_thread_in_every_layout() {
+        let threads = |count, nproc, visible| {
+            shared(0, count, nproc, &gpus(visible)).unwrap().threads_per_rank
+        };
+        for nproc in [Nproc::Count(1), Nproc::Count(2), Nproc::Cpu, Nproc::Count(9)] {
+            assert_eq!(threads(2, nproc, 0), 1);
+        }
+        assert_eq!((threads(1, Nproc::Count(1), 0), threads(1, Nproc::Count(2), 0)), (4, 1));
+        // GPUs compute, and the CPUs only help.
+        assert_eq!((threads(2, Nproc::Count(1), 4), threads(2, Nproc::Count(2), 4)), (4, 2));
         let share = NodeSlice { threads_per_rank: Some(3), ..NodeSlice::all(8) };
         let placement = place(Nproc::Count(2), BackendChoice::Auto, &gpus(0), &share).unwrap();
         assert_eq!(placement.threads_per_rank, 3);

@@ -11,8 +11,8 @@ use crossbeam::channel::{Receiver, never};
 use tch::Device;
 
 use super::{
-    BindChoice, JoinLaunchOptions, JoinedLaunch, Launch, LaunchKind, LaunchOptions, Placement,
-    Rank, SpawnError,
+    BindChoice, JoinLaunchOptions, JoinedLaunch, Launch, LaunchKind, LaunchOptions, NodeSlice,
+    Placement, Rank, SpawnError,
 };
 use crate::error::Result;
 use crate::events::{Observer, Observers};
@@ -106,10 +106,11 @@ impl Spawn {
     /// Creates one rank for each of `devices`. Before GPUs can be used, [`cuda::load`](ffi::cuda::load) must have
     /// been called.
     pub fn on(devices: Vec<Device>) -> Self {
+        let gpu_count = devices.iter().filter(|device| **device != Device::Cpu).count();
         Self::at(&Placement {
             backend: Backend::for_threads(&devices),
-            gpu_count: devices.iter().filter(|device| **device != Device::Cpu).count(),
-            threads_per_rank: (os::cores() / devices.len().max(1)).max(1),
+            gpu_count,
+            threads_per_rank: NodeSlice::all(os::cores()).threads(devices.len(), gpu_count > 0),
             devices,
             note: None,
         })
@@ -208,8 +209,7 @@ impl Spawn {
     /// Default of [`Spawn::grace_period`]: PyTorch's 30 seconds.
     pub const GRACE_PERIOD: Duration = Duration::from_secs(30);
 
-    /// Sets how many threads libtorch uses in each rank. The default is the number of cores divided by the number
-    /// of ranks.
+    /// Sets how many threads libtorch uses in each rank. [`Placement::threads_per_rank`] says what the default is.
     pub fn threads_per_rank(mut self, threads: usize) -> Self {
         self.joined_launch.placement.threads_per_rank = threads;
         self

@@ -5,16 +5,16 @@
 //! for all of them:
 //!
 //! 1. announce: the ranks of the host compare their calls;
-//! 2. pack: each rank reduces its slice of their tensors, or copies its own, into the send buffer;
+//! 2. pack: each rank copies its tensors into the send buffer;
 //! 3. exchange: the first rank of each host sends and receives ([`Network`]), while the others wait;
 //! 4. unpack: each rank takes its results.
 //!
 //! Below, "process" means a host, or a process that shares no memory.
 //!
-//! A large all_reduce of three processes or more goes out in slices: each process reduces one slice of all, and then all exchange the results.
-//! Parts of several processes are added in process order, so the same run gives the same bits each time. With one rank
-//! per process these are the bits of `threaded`. With more, each process first reduces the tensors of its own ranks.
-//! Sums and products of float16 and bfloat16 then travel in float32, and are narrowed once, at the end.
+//! The tensors of all ranks travel, and each receiver adds them in the order of the ranks, as threads do. Of a large
+//! reduction that would be too much: there each process goes on from the partial result of the one before ([`Chain`]). So
+//! the bits are those of threads, however many ranks a process has. Partial results of float16 and bfloat16 travel in
+//! float32, and are narrowed once, at the end.
 
 mod packer;
 
@@ -22,12 +22,12 @@ use std::sync::Arc;
 
 use tch::{Device, Tensor};
 
+use super::Traffic;
 use super::backend::{BackendType, Devices, Join, RankBackend, Reach};
 use super::call::Call;
-use super::local::{CallSlot, Extras, Memory, Shared, my_slice};
-use super::network::{Network, Room, SplitSizes};
+use super::local::{CallSlot, Extras, Memory, Shared};
+use super::network::{Chain, ChainMessages, Network, SplitSizes};
 use super::threaded::ThreadedBackend;
-use super::{Traffic, num_bytes};
 use crate::error::{Error, Result};
 use crate::operation::{OpId, Operation};
 use packer::{Packer, size_between, sources};
@@ -65,10 +65,6 @@ fn prepare(shared: &Arc<Shared>, network: Option<&Arc<Network>>) -> Result<Join>
     }))
 }
 
-/// An all_reduce of up to this many bytes for all processes together is sent whole: one exchange instead of two. A larger
-/// one goes out in slices, unless there are two processes, which send as many bytes in either way.
-const DIRECT_MAX_BYTES: usize = 64 << 10;
-
 /// One rank's side of the backend.
 struct GlooBackend {
     slot: CallSlot,
@@ -105,33 +101,46 @@ impl GlooBackend {
         })
     }
 
-    /// Adds up this process's slice of a tensor of `numel` elements, of which `sources` has the parts. Exchanges the sums
-    /// with the other processes. Returns the address of the sum of each slice.
-    fn exchange_sums(
-        &mut self,
-        call: &Call,
-        network: &Network,
-        parts: &SplitSizes,
-        sources: &[*mut u8],
-        numel: usize,
-    ) -> Result<Vec<*mut u8>> {
-        let (process_map, buffers) = (&network.map, self.packer.buffers);
-        let mine = process_map.mine;
-        let slice = my_slice(numel, mine, process_map.len());
-        let part = my_slice(slice.len(), self.slot.rank(), process_map.here().len());
-        let offset = num_bytes(process_map.partial_kind(call), part.start);
-        let (_, begin) = SplitSizes::offsets(&parts.to, mine);
-        let sums = SplitSizes::results(call, numel, process_map);
-        let (offsets, _) = SplitSizes::offsets(&sums.to, mine);
-        let base = buffers.send.wrapping_add(begin + num_bytes(call.kind, part.start));
-        self.on_local_ranks(call, |packer, _| {
-            let to = offsets.iter().map(|offset| base.wrapping_add(*offset));
-            // SAFETY: each rank of the process reads and writes its part of the slice.
-            unsafe { packer.add_up(call, sources, offset, part.len(), to) };
+    /// Takes part in a reduction that goes from process to process. The ranks have exchanged the call.
+    fn reduce_in_chain(&mut self, call: &Call, network: &Network, chain: &Chain) -> Result<()> {
+        let mut messages = ChainMessages::default();
+        for step in 0..chain.steps() {
+            self.slot.on_leader(call.at(), || {
+                if step == 0 {
+                    network.compare(call, || self.slot.call_text())?;
+                }
+                network.advance(call, chain, step, &mut messages)
+            })?;
+            self.on_local_ranks(call, |packer, slot| {
+                // SAFETY: the ranks have exchanged this call and leave together. What they need is here.
+                unsafe { packer.step_in_chain(slot, &network.map, call, chain, step) }
+            })?;
+        }
+        self.slot.report_failure(network.take_over())?;
+        self.traffic = chain.traffic();
+        Ok(())
+    }
+
+    /// Exchanges the tensors of all ranks, and unpacks this rank's results. The ranks have exchanged the call.
+    fn move_whole(&mut self, call: &Call, network: &Network, parts: &SplitSizes) -> Result<()> {
+        let process_map = &network.map;
+        self.on_local_ranks(call, |packer, slot| {
+            // SAFETY: the ranks have exchanged this call and leave together; there is room.
+            unsafe { packer.pack(slot, process_map, call, parts) }
         })?;
-        self.slot.on_leader(call.at(), || network.send_parts(call, &sums, begin))?;
-        self.traffic += sums.traffic(process_map);
-        Ok(self::sources(buffers, mine, &sums, begin))
+        let describe = || self.slot.call_text();
+        self.slot.on_leader(call.at(), || network.exchange(call, parts, describe))?;
+        self.slot.report_failure(network.take_over())?;
+        self.traffic = parts.traffic(process_map);
+        let (buffers, mine) = (self.packer.buffers, process_map.mine);
+        let mut sources = sources(buffers, mine, parts);
+        if call.operation == Operation::AllReduce {
+            sources[mine] = buffers.send; // the part to another process, which is the same
+        }
+        self.on_local_ranks(call, |packer, slot| {
+            // SAFETY: all parts have arrived, and no rank writes there until all have left.
+            unsafe { packer.unpack(slot, process_map, call, &sources) }
+        })
     }
 }
 
@@ -140,15 +149,11 @@ impl RankBackend for GlooBackend {
         let network = self.packer.network.clone();
         let process_map = &network.map;
         let numel = call.inputs.first().or(call.outputs.first()).map_or(0, Tensor::numel);
-        let sliced = call.operation == Operation::AllReduce
-            && process_map.len() > 2
-            && num_bytes(call.kind, numel) * process_map.len() > DIRECT_MAX_BYTES;
-        let mut parts = SplitSizes::of(call, numel, process_map, sliced);
-        let end = |sizes: &[usize]| SplitSizes::offsets(sizes, process_map.mine).1;
-        let room = |parts: &SplitSizes| {
-            let (sent, received) = (end(&parts.to), end(&parts.from));
-            // The results go out from behind the slices, because other ranks may still read the slices.
-            Room { send: sent + received, receive: sent.max(received) }
+        let chain = Chain::of(call, numel, process_map);
+        let mut parts = SplitSizes::of(call, numel, process_map);
+        let room = |parts: &SplitSizes| match &chain {
+            Some(chain) => chain.room(),
+            None => parts.room(process_map),
         };
         if self.is_first() && !call.operation.has_own_sizes() {
             self.slot.check()?;
@@ -163,26 +168,10 @@ impl RankBackend for GlooBackend {
             self.slot.on_leader(call.at(), || network.reserve(room(&parts)))?;
         }
         self.packer.buffers = self.slot.report_failure(network.buffers(room(&parts)))?;
-        self.on_local_ranks(call, |packer, slot| {
-            // SAFETY: the ranks have exchanged this call and leave together; there is room.
-            unsafe { packer.pack(slot, process_map, call, &parts, sliced) }
-        })?;
-        let describe = || self.slot.call_text();
-        self.slot.on_leader(call.at(), || network.exchange(call, &parts, 0, describe))?;
-        self.slot.report_failure(network.take_over())?;
-        self.traffic = parts.traffic(process_map);
-        let (buffers, mine) = (self.packer.buffers, process_map.mine);
-        let mut sources = sources(buffers, mine, &parts, 0);
-        if call.operation == Operation::AllReduce && !sliced {
-            sources[mine] = buffers.send; // the part to another process, which is the same
+        match &chain {
+            Some(chain) => self.reduce_in_chain(call, &network, chain)?,
+            None => self.move_whole(call, &network, &parts)?,
         }
-        if sliced {
-            sources = self.exchange_sums(call, &network, &parts, &sources, numel)?;
-        }
-        self.on_local_ranks(call, |packer, slot| {
-            // SAFETY: all parts have arrived, and no rank writes there until all have left.
-            unsafe { packer.unpack(slot, process_map, call, &sources, sliced) }
-        })?;
         if !self.is_first() {
             self.traffic = Traffic::default(); // counted on the first rank only
         }

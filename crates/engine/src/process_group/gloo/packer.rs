@@ -1,15 +1,14 @@
 //! Each rank's work in an exchange: packing what goes out, and unpacking what has arrived.
 
-use std::ops::Range;
 use std::sync::Arc;
 use std::{iter, ptr};
 
 use tch::Tensor;
 
 use super::super::call::Call;
-use super::super::local::{CallSlot, Kinds, ReductionScratch, my_slice, reduce};
-use super::super::network::{Buffers, Network, ProcessMap, SplitSizes, transfers};
-use super::super::{ReduceOp, num_bytes};
+use super::super::local::{CallSlot, Reduction, ReductionScratch, in_tensors, my_slice, reduce};
+use super::super::network::{Buffers, Chain, Network, ProcessMap, SplitSizes, transfers};
+use super::super::num_bytes;
 use crate::operation::Operation;
 
 /// The network and the lists with which a rank packs and unpacks.
@@ -26,7 +25,7 @@ impl Packer {
         Self { network, buffers: nowhere, scratch: ReductionScratch::default() }
     }
 
-    /// Packs the send buffer (step 2). Every rank writes to its own part of it.
+    /// Copies this rank's tensors into the send buffer (step 2). Every rank writes to its own part of it.
     ///
     /// # Safety
     /// The ranks of this process have exchanged this call and leave together. The send buffer has room for `parts`.
@@ -36,117 +35,70 @@ impl Packer {
         process_map: &ProcessMap,
         call: &Call,
         parts: &SplitSizes,
-        sliced: bool,
     ) {
         let (begins, _) = SplitSizes::offsets(&parts.to, process_map.mine);
-        let Buffers { send, .. } = self.buffers;
-        let part = |process: usize, offset: usize| send.wrapping_add(begins[process] + offset);
         let here = process_map.here();
-        let mut add = |input: usize, range: Range<usize>, to: &mut dyn Iterator<Item = *mut u8>| {
-            // SAFETY: as the caller promises. The parts have room for these elements.
-            unsafe { self.add(slot, process_map, call, input, range, to) };
-        };
-        match call.operation {
-            Operation::AllReduce if sliced => {
-                for process in 0..process_map.len() {
-                    let slice = my_slice(call.inputs[0].numel(), process, process_map.len());
-                    add(0, slice, &mut iter::once(part(process, 0)));
-                }
+        let size = size_between(slot, process_map, call);
+        for (process, receivers) in process_map.processes.iter().enumerate() {
+            if process == process_map.mine && call.operation == Operation::AllReduce {
+                continue; // the parts to all processes are equal
             }
-            Operation::AllReduce | Operation::Reduce => {
-                // The parts of an all_reduce are equal: this process needs none of its own.
-                let needs_own = call.operation == Operation::Reduce;
-                let is_receiver = |&process: &usize| {
-                    parts.to[process] > 0 && (needs_own || process != process_map.mine)
-                };
-                let receivers = (0..process_map.len()).filter(is_receiver);
-                let to = &mut receivers.map(|process| part(process, 0));
-                add(0, 0..call.inputs[0].numel(), to);
-            }
-            operation => {
-                let size = size_between(slot, process_map, call);
-                for (process, receivers) in process_map.processes.iter().enumerate() {
-                    for one in transfers(call, &here, receivers, &size) {
-                        let to = part(process, one.bytes.start);
-                        if operation == Operation::ReduceScatter {
-                            add(one.input, 0..call.outputs[0].numel(), &mut iter::once(to));
-                        } else if one.from == here.start + slot.rank() {
-                            let from: *mut u8 = call.inputs[one.input].data_ptr().cast();
-                            // SAFETY: there is room for the tensor, and no other rank writes there.
-                            unsafe { from.copy_to_nonoverlapping(to, one.bytes.len()) };
-                        }
-                    }
+            for one in transfers(call, &here, receivers, &size) {
+                if one.from == here.start + slot.rank() {
+                    let from: *mut u8 = call.inputs[one.input].data_ptr().cast();
+                    let to = self.buffers.send.wrapping_add(begins[process] + one.bytes.start);
+                    // SAFETY: there is room for the tensor, and no other rank writes there.
+                    unsafe { from.copy_to_nonoverlapping(to, one.bytes.len()) };
                 }
             }
         }
     }
 
-    /// Reduces the elements `range` of the tensor `input` of each rank of this process into each of `to`. Each rank reduces
-    /// its slice of them.
+    /// Adds this rank's share of a piece of the process's tensors to the partial result of the process before, and copies
+    /// the results of another piece that are here.
     ///
     /// # Safety
-    /// The ranks of this process have exchanged this call and leave together. Each of `to` has room for these elements.
-    unsafe fn add(
+    /// The ranks of this process have exchanged this call and leave together. The buffers have the room of `chain`, and what
+    /// this `step` needs has arrived.
+    pub(super) unsafe fn step_in_chain(
         &mut self,
         slot: &CallSlot,
         process_map: &ProcessMap,
         call: &Call,
-        input: usize,
-        range: Range<usize>,
-        to: &mut dyn Iterator<Item = *mut u8>,
+        chain: &Chain,
+        step: usize,
     ) {
-        let kinds = Kinds { from: call.kind, to: process_map.partial_kind(call) };
-        let slice = my_slice(range.len(), slot.rank(), process_map.here().len());
-        let from = num_bytes(kinds.from, range.start + slice.start);
-        let offset = num_bytes(kinds.to, slice.start);
-        let inputs = slot.published().map(|call| &call.inputs[input]);
-        self.scratch.list(
-            inputs.map(|tensor| tensor.data.wrapping_add(from)),
-            to.map(|address| address.wrapping_add(offset)),
-        );
-        if slice.is_empty() || self.scratch.outputs.is_empty() {
-            return;
+        let piece = chain.added_in(step);
+        let share = my_slice(piece.len(), slot.rank(), process_map.here().len());
+        let share = piece.start + share.start..piece.start + share.end;
+        let lengths = call.inputs.iter().map(Tensor::numel);
+        let mut at = share.start;
+        for (index, range) in in_tensors(lengths, share) {
+            let from = num_bytes(call.kind, range.start);
+            let inputs = slot.published().map(|call| call.inputs[index].data.wrapping_add(from));
+            self.scratch.list(inputs, iter::once(chain.sum(self.buffers, at)));
+            let whole = self.scratch.reduction(call.kind, range.len(), call.op());
+            let reduction = Reduction { partial: chain.partial(self.buffers, at), ..whole };
+            // SAFETY: the tensors and the partial result have these elements, and stay valid. Only this rank writes to
+            // these elements of the sum.
+            unsafe { reduce(chain.of_reduction(reduction)) };
+            at += range.len();
         }
-        let op = match call.op() {
-            ReduceOp::Avg => ReduceOp::Sum,
-            // Unscaled: the receiver multiplies, without rounding in between.
-            ReduceOp::PremulSum(_) if process_map.is_one_rank_each() => ReduceOp::Sum,
-            op => op,
+        let group_rank = process_map.here().start + slot.rank();
+        let Some(output) = call.outputs.first() else { return };
+        let first = match call.operation {
+            Operation::ReduceScatter => group_rank * output.numel(),
+            _ => 0,
         };
-        // SAFETY: the tensors stay valid and have these elements. The parts are as large, and only this rank writes
-        // to this slice of them.
-        unsafe { reduce(self.scratch.reduction(kinds, slice.len(), op)) };
-    }
-
-    /// Reduces the parts of all processes into `to`: `len` elements, from byte `offset` of each part on.
-    ///
-    /// # Safety
-    /// Each part has these elements, and no thread writes to them. No other thread touches those of `to`.
-    pub(super) unsafe fn add_up(
-        &mut self,
-        call: &Call,
-        sources: &[*mut u8],
-        offset: usize,
-        len: usize,
-        to: impl Iterator<Item = *mut u8>,
-    ) {
-        let process_map = &self.network.map;
-        let world_size = process_map.processes.iter().map(ExactSizeIterator::len).sum::<usize>();
-        let op = match call.op() {
-            op if process_map.is_one_rank_each() => op,
-            // The processes have multiplied and added already.
-            ReduceOp::PremulSum(_) => ReduceOp::Sum,
-            ReduceOp::Avg => ReduceOp::PremulSum(1.0 / world_size as f64),
-            op => op,
-        };
-        let kinds = Kinds { from: process_map.partial_kind(call), to: call.kind };
-        let scratch = &mut self.scratch;
-        scratch.list(sources.iter().map(|source| source.wrapping_add(offset)), to);
-        if len == 0 || scratch.outputs.is_empty() {
-            return;
+        let here = chain.results_in(step);
+        let mine = here.start.max(first)..here.end.min(first + output.numel());
+        if !mine.is_empty() {
+            let from = chain.result(self.buffers, mine.start);
+            let to = output.data_ptr().cast::<u8>();
+            let to = to.wrapping_add(num_bytes(call.kind, mine.start - first));
+            // SAFETY: both have these elements. No other rank touches the output: all have added this piece.
+            unsafe { from.copy_to_nonoverlapping(to, num_bytes(call.kind, mine.len())) };
         }
-        // SAFETY: as the caller promises.
-        unsafe { reduce(scratch.reduction(kinds, len, op)) };
     }
 
     /// Unpacks this rank's results (step 4).
@@ -159,41 +111,30 @@ impl Packer {
         process_map: &ProcessMap,
         call: &Call,
         sources: &[*mut u8],
-        sliced: bool,
     ) {
         let here = process_map.here();
         let group_rank = here.start + slot.rank();
-        let data = |tensor: &Tensor| tensor.data_ptr().cast::<u8>();
-        let copy = |from: *mut u8, to: *mut u8, size: usize| {
-            // SAFETY: both have `size` bytes, and `to` belongs to this rank.
-            unsafe { from.copy_to_nonoverlapping(to, size) };
-        };
-        if sliced {
-            for (process, source) in sources.iter().enumerate() {
-                let slice = my_slice(call.outputs[0].numel(), process, process_map.len());
-                let offset = num_bytes(call.kind, slice.start);
-                let output = data(&call.outputs[0]).wrapping_add(offset);
-                copy(*source, output, num_bytes(call.kind, slice.len()));
-            }
-            return;
-        }
         let size = size_between(slot, process_map, call);
-        let is_sum = call.operation.collective().is_some_and(|it| it.reduces);
+        let reduces = call.operation.collective().is_some_and(|it| it.reduces);
+        self.scratch.list(iter::empty(), iter::empty());
         for (source, senders) in sources.iter().zip(&process_map.processes) {
             for one in transfers(call, senders, &here, &size) {
                 // The root of a broadcast has the tensor, and no output.
                 let output = call.outputs.get(one.output).filter(|_| one.to.contains(&group_rank));
                 let Some(output) = output else { continue };
-                if is_sum {
-                    // The parts of all processes have their sums at the same offset.
-                    let to = iter::once(data(output));
-                    // SAFETY: all parts have these elements there, and the output belongs to this rank.
-                    return unsafe {
-                        self.add_up(call, sources, one.bytes.start, output.numel(), to)
-                    };
+                let from = source.wrapping_add(one.bytes.start);
+                if reduces {
+                    self.scratch.inputs.push(from);
+                    continue;
                 }
-                copy(source.wrapping_add(one.bytes.start), data(output), one.bytes.len());
+                // SAFETY: both have these bytes, and the output belongs to this rank.
+                unsafe { from.copy_to_nonoverlapping(output.data_ptr().cast(), one.bytes.len()) };
             }
+        }
+        if reduces && let Some(output) = call.outputs.first() {
+            self.scratch.outputs.push(output.data_ptr().cast());
+            // SAFETY: the tensors of all ranks have arrived, and the output belongs to this rank.
+            unsafe { reduce(self.scratch.reduction(call.kind, output.numel(), call.op())) };
         }
     }
 }
@@ -206,7 +147,7 @@ pub(super) fn size_between<'a>(
     call: &Call,
 ) -> impl Fn(usize, usize) -> usize + use<'a> {
     let tensor = call.inputs.first().or(call.outputs.first());
-    let size = process_map.tensor_bytes(call, tensor.map_or(0, Tensor::numel));
+    let size = ProcessMap::tensor_bytes(call, tensor.map_or(0, Tensor::numel));
     let (kind, has_own_sizes, here) =
         (call.kind, call.operation.has_own_sizes(), process_map.here());
     move |from, to| {
@@ -224,22 +165,13 @@ pub(super) fn size_between<'a>(
 }
 
 /// Returns the address of the part of each process. It is in the receive buffer. Only the part of this process, `mine`,
-/// is in the send buffer, in the parts that begin at byte `begin`.
-pub(super) fn sources(
-    buffers: Buffers,
-    mine: usize,
-    parts: &SplitSizes,
-    begin: usize,
-) -> Vec<*mut u8> {
+/// is in the send buffer.
+pub(super) fn sources(buffers: Buffers, mine: usize, parts: &SplitSizes) -> Vec<*mut u8> {
     let Buffers { send, receive } = buffers;
     let (to, _) = SplitSizes::offsets(&parts.to, mine);
     let (from, _) = SplitSizes::offsets(&parts.from, mine);
     let source = |(process, offset): (usize, usize)| {
-        if process == mine {
-            send.wrapping_add(begin + to[mine])
-        } else {
-            receive.wrapping_add(offset)
-        }
+        if process == mine { send.wrapping_add(to[mine]) } else { receive.wrapping_add(offset) }
     };
     from.into_iter().enumerate().map(source).collect()
 }

@@ -1,6 +1,7 @@
 //! Arithmetic on the elements of tensors: reductions in rank order, for every dtype, and the slice that each rank reduces.
 
 use std::ops::Range;
+use std::slice;
 
 use half::{bf16, f16};
 use tch::Kind;
@@ -110,31 +111,34 @@ macro_rules! integer_element {
 
 integer_element!(i64 i32 i16 i8 u8);
 
-/// The dtypes that a reduction reads and writes. They are equal, or one is float16 or bfloat16 and the other is
-/// float32, in which these are reduced.
+/// The dtypes that a reduction reads and writes. They are equal, or it writes a partial result in the [`wide_kind`] of
+/// what it reads.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Kinds {
     pub from: Kind,
     pub to: Kind,
 }
 
-impl Kinds {
-    /// Returns the pair for results of the inputs' dtype.
-    pub(crate) fn same(kind: Kind) -> Self {
-        Self { from: kind, to: kind }
-    }
+/// Returns the dtype in which elements of `kind` are reduced: float32 for half precision.
+pub(crate) fn wide_kind(kind: Kind) -> Kind {
+    if matches!(kind, Kind::Half | Kind::BFloat16) { Kind::Float } else { kind }
 }
 
 /// A reduction of the elements of all inputs, in order, into all outputs.
 #[derive(Clone, Copy)]
 pub(crate) struct Reduction<'a> {
     pub kinds: Kinds,
+    /// The address of a partial result of [`wide_kind`] from which the reduction goes on; `None` to begin with the first
+    /// input.
+    pub partial: Option<*mut u8>,
     /// Addresses of the first element of each input, and of each output.
     pub inputs: &'a [*mut u8],
     pub outputs: &'a [*mut u8],
     /// Number of elements in each of them.
     pub len: usize,
     pub op: ReduceOp,
+    /// The number of all inputs, those of the partial result included, by which an average is divided.
+    pub addends: usize,
 }
 
 /// The lists for a rank's reductions. Every reduction reuses them, to avoid allocating.
@@ -160,10 +164,11 @@ impl ReductionScratch {
         self.outputs.extend(outputs);
     }
 
-    /// Returns the reduction of `len` elements of the listed inputs.
-    pub(crate) fn reduction(&self, kinds: Kinds, len: usize, op: ReduceOp) -> Reduction<'_> {
+    /// Returns the reduction of `len` elements of the listed inputs, which are all.
+    pub(crate) fn reduction(&self, kind: Kind, len: usize, op: ReduceOp) -> Reduction<'_> {
         let Self { inputs, outputs } = self;
-        Reduction { kinds, inputs, outputs, len, op }
+        let kinds = Kinds { from: kind, to: kind };
+        Reduction { kinds, partial: None, inputs, outputs, len, op, addends: inputs.len() }
     }
 }
 
@@ -171,10 +176,10 @@ impl ReductionScratch {
 /// computed separately, by the same operations.
 ///
 /// # Safety
-/// There is an input. Every input points to at least `len` elements of `kinds.from`, and every output to at least `len`
-/// of `kinds.to`. No output overlaps another output. An output overlaps an
-/// input only if both are the same place, of the same dtype. Until this returns, no other thread writes to these
-/// elements of the inputs, or touches those of the outputs.
+/// There is an input. Every input points to at least `len` elements of `kinds.from`, the partial result to as many of their
+/// [`wide_kind`], and every output to as many of `kinds.to`. No output overlaps another output or the partial result. An
+/// output overlaps an input only if both are the same place, of the same dtype. Until this returns, no other thread writes
+/// to these elements of the inputs and of the partial result, or touches those of the outputs.
 pub(crate) unsafe fn reduce(reduction: Reduction<'_>) {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
@@ -202,9 +207,7 @@ unsafe fn reduce_kind(reduction: Reduction<'_>) {
     unsafe {
         match (reduction.kinds.from, reduction.kinds.to) {
             (Kind::Half, Kind::Float) => reduce_as::<f16, f32>(reduction),
-            (Kind::Float, Kind::Half) => reduce_as::<f32, f16>(reduction),
             (Kind::BFloat16, Kind::Float) => reduce_as::<bf16, f32>(reduction),
-            (Kind::Float, Kind::BFloat16) => reduce_as::<f32, bf16>(reduction),
             (from, to) if from != to => refused(),
             (Kind::Double, _) => reduce_as::<f64, f64>(reduction),
             (Kind::Float, _) => reduce_as::<f32, f32>(reduction),
@@ -236,7 +239,7 @@ const COPY_BYTES: usize = 1024;
 /// The requirements of [`reduce`], for inputs of type `T` and outputs of type `R`.
 #[inline(always)]
 unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(reduction: Reduction<'_>) {
-    let Reduction { inputs, outputs, len, op, .. } = reduction;
+    let Reduction { outputs, len, .. } = reduction;
     let (mut small_room, mut small_results, mut large_room, mut large_results);
     let (room, results) = if len <= FEW_ELEMENTS {
         small_room = [T::ZERO; FEW_ELEMENTS];
@@ -251,7 +254,7 @@ unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(reduction: Reduction
         let len = PIECE_ELEMENTS.min(len - start);
         let wide = &mut room[..len];
         // SAFETY: as the caller promises; `start + len` stays within the elements.
-        unsafe { reduce_piece::<T>(inputs, start, op, wide) };
+        unsafe { reduce_piece::<T>(reduction, start, wide) };
         let results = R::results(wide, &mut results[..len]);
         for &output in outputs {
             // SAFETY: `start + len` stays within the elements that the caller vouches for.
@@ -273,22 +276,27 @@ unsafe fn reduce_as<T: Element, R: Element<Wide = T::Wide>>(reduction: Reduction
 /// The requirements of [`reduce`], for inputs of type `T` that have these elements.
 #[inline(always)] // compiled with the instructions of its caller
 unsafe fn reduce_piece<T: Element>(
-    inputs: &[*mut u8],
+    Reduction { inputs, partial, op, addends, .. }: Reduction<'_>,
     start: usize,
-    op: ReduceOp,
     wide: &mut [T::Wide],
 ) {
     let len = wide.len();
-    // SAFETY: `start + len` stays within the elements that the caller vouches for.
-    let piece = |input: *mut u8| unsafe { input.cast::<T>().add(start) };
-    // SAFETY: no thread writes to these elements while the slice lives: the results are written after it.
-    let read = |input| unsafe { std::slice::from_raw_parts(piece(input).cast_const(), len) };
+    // SAFETY: `start + len` stays within the elements that the caller vouches for. No thread writes to them while the
+    // slice lives: the results are written after it.
+    let read = |input: *mut u8| unsafe { slice::from_raw_parts(input.cast::<T>().add(start), len) };
+    if let Some(partial) = partial {
+        // SAFETY: likewise.
+        wide.copy_from_slice(unsafe {
+            slice::from_raw_parts(partial.cast::<T::Wide>().add(start), len)
+        });
+    }
 
     // The first two inputs at once save a pass over the cache. Each operation has a loop of its own, so that the
     // choice is made outside of it.
     macro_rules! fold {
         ($load:expr, $combine:expr) => {{
             let further = match *inputs {
+                ref all if partial.is_some() => all,
                 [one, two, ref further @ ..] => {
                     let both = read(one).iter().zip(read(two));
                     for (w, (&a, &b)) in wide.iter_mut().zip(both) {
@@ -313,7 +321,7 @@ unsafe fn reduce_piece<T: Element>(
         ReduceOp::Sum => fold!(T::widen, T::add),
         ReduceOp::Avg => {
             fold!(T::widen, T::add);
-            wide.iter_mut().for_each(|w| *w = T::divide(*w, inputs.len()));
+            wide.iter_mut().for_each(|w| *w = T::divide(*w, addends));
         }
         ReduceOp::PremulSum(factor) => fold!(|x| T::scale(T::widen(x), factor), T::add),
         ReduceOp::Product => fold!(T::widen, T::multiply),
@@ -332,19 +340,27 @@ pub(crate) fn my_slice(numel: usize, rank: usize, world_size: usize) -> Range<us
     start..(start + part).min(numel)
 }
 
-/// Returns the elements that a rank reduces for all in tensors of these lengths: its slice of all tensors in sequence,
-/// as the index of each tensor that it touches and the range there. Tensors whose lengths are multiples of a cache line
-/// are cut at cache lines only.
+/// Returns the elements that a rank reduces for all in tensors of these lengths: its slice of all tensors in sequence.
+/// Tensors whose lengths are multiples of a cache line are cut at cache lines only.
 pub(crate) fn my_slices(
     lengths: impl Iterator<Item = usize> + Clone,
     rank: usize,
     world_size: usize,
 ) -> impl Iterator<Item = (usize, Range<usize>)> {
     let slice = my_slice(lengths.clone().sum(), rank, world_size);
+    in_tensors(lengths, slice)
+}
+
+/// Returns where the elements `range` of tensors of these lengths are, in sequence: the index of each tensor that has some,
+/// and the range there.
+pub(crate) fn in_tensors(
+    lengths: impl Iterator<Item = usize> + Clone,
+    range: Range<usize>,
+) -> impl Iterator<Item = (usize, Range<usize>)> {
     let starts = lengths.clone().scan(0, |end, len| Some(std::mem::replace(end, *end + len)));
     starts.zip(lengths).enumerate().filter_map(move |(index, (start, len))| {
-        let from = slice.start.clamp(start, start + len) - start;
-        let to = slice.end.clamp(start, start + len) - start;
+        let from = range.start.clamp(start, start + len) - start;
+        let to = range.end.clamp(start, start + len) - start;
         (from < to).then_some((index, from..to))
     })
 }

@@ -23,7 +23,9 @@ pub(super) use barrier::InMemory;
 pub(super) use call_slot::CallSlot;
 pub(super) use common_stream::CommonStream;
 pub(super) use conflict::{Memory, TensorMemory};
-pub(super) use element::{Kinds, Reduction, ReductionScratch, my_slice, my_slices, reduce};
+pub(super) use element::{
+    Kinds, Reduction, ReductionScratch, in_tensors, my_slice, my_slices, reduce, wide_kind,
+};
 pub(super) use fingerprint::{CollectiveFingerprint, Extras};
 pub(crate) use host::Host;
 pub(super) use host::{HostGroup, HostNumbers, PAGE, invalid_data};

@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use crossbeam::channel::{Receiver, select_biased};
 use tch::Tensor;
@@ -52,7 +53,7 @@ pub(crate) struct Network {
     /// The memory of this host's processes, if they share it.
     host: Option<Arc<Host>>,
     common: Common,
-    staging: StagingBuffers,
+    pub(super) staging: StagingBuffers,
     /// The listener to which other processes connect for messages. `None` once `messages` has it, or without messages.
     listener: Option<MessageListener>,
     /// The messages between the processes. `None` if something else carries them.
@@ -184,8 +185,8 @@ impl Network {
     /// # Errors
     /// The errors of [`Network::exchange`].
     pub(crate) fn compare(&self, call: &Call, describe: impl Fn() -> String) -> Result<()> {
-        let no_payload = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.map, false);
-        self.exchange(call, &no_payload, 0, describe)
+        let no_payload = SplitSizes::of(&Call::bare(Operation::Barrier), 0, &self.map);
+        self.exchange(call, &no_payload, describe)
     }
 
     /// Makes `room` in the buffers. Called by the process's first rank, before the others' barrier.
@@ -226,9 +227,8 @@ impl Network {
         Ok(())
     }
 
-    /// Exchanges the parts in the send buffer from byte `begin` on, in the layout of [`SplitSizes::offsets`]. Returns
-    /// when all parts have arrived. Called by the process's first rank. `describe` returns its call as text, for a
-    /// mismatch.
+    /// Exchanges the parts in the send buffer, in the layout of [`SplitSizes::offsets`]. Returns when all parts have
+    /// arrived. Called by the process's first rank. `describe` returns its call as text, for a mismatch.
     ///
     /// # Errors
     /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`].
@@ -236,12 +236,11 @@ impl Network {
         &self,
         call: &Call,
         parts: &SplitSizes,
-        begin: usize,
         describe: impl Fn() -> String,
     ) -> Result<()> {
         let inline = parts.largest.is_some_and(|largest| largest <= HEADER_MAX_DATA_BYTES);
         let (send, receive) = (self.offsets(&parts.to), self.offsets(&parts.from));
-        self.write_headers(call, parts, inline.then_some((begin, &send[..])));
+        self.write_headers(call, parts, inline.then_some(&send[..]));
         let equal = vec![HEADER_BYTES as i64; self.map.len()];
         let [mine, theirs] = &self.staging.headers;
         let headers = GlooCall {
@@ -253,11 +252,11 @@ impl Network {
         };
         self.call_gloo(call, &[(Operation::AllToAll, headers)])?;
         self.read_headers(call, parts, inline.then_some(&receive[..]), describe)?;
-        if inline { Ok(()) } else { self.send_parts(call, parts, begin) }
+        if inline { Ok(()) } else { self.send_parts(call, parts) }
     }
 
     /// Exchanges the parts of a call whose headers have been read.
-    pub(crate) fn send_parts(&self, call: &Call, parts: &SplitSizes, begin: usize) -> Result<()> {
+    fn send_parts(&self, call: &Call, parts: &SplitSizes) -> Result<()> {
         let splits = |sizes: &[usize]| -> Vec<i64> {
             let sent_size = |(process, &size): (usize, &usize)| {
                 if process == self.map.mine { 0 } else { padded(size) as i64 }
@@ -265,12 +264,11 @@ impl Network {
             sizes.iter().enumerate().map(sent_size).collect()
         };
         let (to, from) = (splits(&parts.to), splits(&parts.from));
-        let cut = |tensor: &Tensor, begin: usize, sizes: &[i64]| {
-            tensor.f_narrow(0, begin as i64, sizes.iter().sum()).doing("narrow")
+        let cut = |tensor: &Tensor, sizes: &[i64]| {
+            tensor.f_narrow(0, 0, sizes.iter().sum()).doing("narrow")
         };
         let [send, receive] = self.staging.parts();
-        let send = cut(send, begin, &to)?;
-        let receive = cut(receive, 0, &from)?;
+        let (send, receive) = (cut(send, &to)?, cut(receive, &from)?);
         let (inputs, outputs) = (&[&send], &[&receive]);
         let is_large = send.numel().min(receive.numel()) > SOCKET_BYTES;
         let mut others = self.others();
@@ -294,7 +292,7 @@ impl Network {
         (0..self.map.len()).filter(move |&process| process != mine)
     }
 
-    fn write_headers(&self, call: &Call, parts: &SplitSizes, inline: Option<(usize, &[usize])>) {
+    fn write_headers(&self, call: &Call, parts: &SplitSizes, inline: Option<&[usize]>) {
         let message = self.stop.get().map(|stop| stop.message()).unwrap_or_default();
         let (sequence, fingerprint) = (call.sequence, call.fingerprint());
         let headers: *mut u8 = self.staging.headers[0].data_ptr().cast();
@@ -308,8 +306,8 @@ impl Network {
             unsafe {
                 let header_at = headers.add(process * HEADER_BYTES);
                 header_at.cast::<[u8; HEADER_INT_BYTES]>().write(header);
-                if let Some((begin, offsets)) = inline {
-                    let part = send.add(begin + offsets[process]);
+                if let Some(offsets) = inline {
+                    let part = send.add(offsets[process]);
                     part.copy_to_nonoverlapping(header_at.add(HEADER_INT_BYTES), size);
                 }
             }
@@ -371,33 +369,54 @@ impl Network {
     /// # Errors
     /// [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`].
     fn call_gloo(&self, call: &Call, operations: &[(Operation, GlooCall<'_>)]) -> Result<()> {
-        let unconnected = || Error::Internal("another process uses the network".into());
-        let gloo = self.gloo.as_ref().ok_or_else(unconnected)?;
-        let timeout = call.timeout.unwrap_or(self.run.timeout).min(self.run.timeout);
-        let deadline = Deadline::after(timeout);
+        let (gloo, deadline) = (self.gloo()?, Deadline::after(self.timeout(call)));
         // A connection that is closed already may fail the start.
         let start = |(operation, arguments): &(_, _)| gloo.start(*operation, *arguments);
         let started: Result<Vec<_>> = operations.iter().map(start).collect();
         let ended = started.and_then(|all| all.iter().try_for_each(|one| self.wait(one, deadline)));
+        self.or_abort(call, deadline, ended)
+    }
+
+    /// Returns the connection to the other processes, which the first rank of each uses.
+    pub(super) fn gloo(&self) -> Result<&GlooGroup> {
+        let unconnected = || Error::Internal("another process uses the network".into());
+        self.gloo.as_ref().ok_or_else(unconnected)
+    }
+
+    /// Returns for how long `call` may wait for other processes.
+    pub(super) fn timeout(&self, call: &Call) -> Duration {
+        call.timeout.unwrap_or(self.run.timeout).min(self.run.timeout)
+    }
+
+    /// Aborts all Gloo operations if those of `call` have not `ended` well by the deadline, and says why.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`].
+    pub(super) fn or_abort(
+        &self,
+        call: &Call,
+        deadline: Deadline,
+        ended: Result<()>,
+    ) -> Result<()> {
         let reason = match ended {
             Ok(()) => return Ok(()),
             Err(Error::Gloo { reason, .. }) => reason,
             Err(other) => other.to_string(),
         };
         // After the abort nothing uses the buffers any more, and the other processes notice it.
-        let _ = gloo.abort();
+        let _ = self.gloo()?.abort();
         let (at, waiting) = (call.at(), self.members[self.map.here().start]);
         let elsewhere = self.others().flat_map(|process| self.map.processes[process].clone());
         let ranks = elsewhere.map(|rank| self.members[rank]).collect();
         Err(if deadline.is_over() {
-            lost::timed_out(&self.run, at, waiting, ranks, timeout)
+            lost::timed_out(&self.run, at, waiting, ranks, self.timeout(call))
         } else {
             lost::connection_lost(&self.run, at, waiting, ranks, reason)
         })
     }
 
     /// Waits until an operation has `ended`, the run is cancelled or the deadline is over.
-    fn wait(&self, ended: &Receiver<Result<()>>, deadline: Deadline) -> Result<()> {
+    pub(super) fn wait(&self, ended: &Receiver<Result<()>>, deadline: Deadline) -> Result<()> {
         let failed = |reason: &str| Error::Gloo { doing: "wait", reason: reason.into() };
         loop {
             select_biased! {

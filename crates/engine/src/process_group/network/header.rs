@@ -14,8 +14,8 @@ use crate::ffi::TorchResult;
 use crate::process_group::local::Host;
 use crate::runtime::StopMessage;
 
-/// Size of a header in bytes.
-pub(super) const HEADER_BYTES: usize = 256;
+/// Size of a header in bytes. With what Gloo adds it fits into one frame of Ethernet.
+pub(super) const HEADER_BYTES: usize = 1408;
 
 /// The numbers of a header as they are sent.
 type WireNumbers = [U64; 6];

@@ -2,22 +2,19 @@
 
 use std::ops::Range;
 
-use tch::Kind;
-
+use super::common::Room;
 use super::process_map::ProcessMap;
 use crate::operation::{Holders, Operand, Tensors};
 use crate::process_group::call::Call;
-use crate::process_group::dtype::num_bytes;
-use crate::process_group::local::my_slice;
 use crate::process_group::traffic::Traffic;
 
 /// Parts begin at cache lines, so that every dtype is aligned.
 const LINE: usize = 64;
 
-/// A tensor on its way from one process to another, or the sum of a process's tensors.
+/// A tensor on its way from one process to another.
 #[derive(Debug)]
 pub(crate) struct Transfer {
-    /// The group rank that sends its tensor; the first rank of the process for a sum.
+    /// The group rank that sends its tensor.
     pub from: usize,
     /// The group ranks that take it.
     pub to: Range<usize>,
@@ -47,13 +44,10 @@ pub(crate) fn transfers(
         Holders::All | Holders::OthersThanRoot => ranks.clone(),
     };
     let collective = call.operation.collective();
-    let (mut senders, receivers) = match collective {
+    let (senders, receivers) = match collective {
         Some(it) => (holders(it.inputs, from), holders(it.outputs, to)),
         None => (0..0, 0..0),
     };
-    if collective.is_some_and(|it| it.reduces) {
-        senders = from.start..from.start + 1;
-    }
     let has_input_for_each = collective.is_some_and(|it| it.inputs.is_list());
     let has_output_for_each = collective.is_some_and(|it| it.outputs.is_list());
     // All receivers take the same tensor, unless the sender has one for each.
@@ -84,19 +78,16 @@ pub(crate) struct SplitSizes {
 }
 
 impl SplitSizes {
-    /// Returns the sizes of `call` in this process, whose tensors have `numel` elements each. For an all_reduce in
-    /// slices they are those of the first exchange. Not for a call in which each pair of ranks has its own size.
-    pub(crate) fn of(call: &Call, numel: usize, process_map: &ProcessMap, sliced: bool) -> Self {
-        let (count, mine) = (process_map.len(), process_map.mine);
-        if sliced {
-            let slices = slices(process_map.partial_kind(call), numel, count);
-            let (from, largest) = (vec![slices[mine]; count], Some(slices[0]));
-            return Self { to: slices, from, largest };
-        }
-        let size = process_map.tensor_bytes(call, numel);
-        let has_parts = call.operation.collective().is_some_and(|it| it.has_parts());
-        let most = process_map.processes.iter().map(Range::len).max().filter(|_| has_parts);
-        let largest = Some(size * most.unwrap_or(1));
+    /// Returns the sizes of `call` in this process, whose tensors have `numel` elements each. Not for a call in which each
+    /// pair of ranks has its own size.
+    pub(crate) fn of(call: &Call, numel: usize, process_map: &ProcessMap) -> Self {
+        let size = ProcessMap::tensor_bytes(call, numel);
+        let most = process_map.processes.iter().map(Range::len).max().unwrap_or(1);
+        let held = |operand: Operand| if operand.holders == Holders::Root { 1 } else { most };
+        let tensors = call.operation.collective().map_or(0, |it| {
+            held(it.inputs) * if it.inputs.is_list() { held(it.outputs) } else { 1 }
+        });
+        let largest = Some(size * tensors);
         Self { largest, ..Self::of_transfers(call, process_map, |_, _| size) }
     }
 
@@ -113,11 +104,10 @@ impl SplitSizes {
         Self { to, from, largest: None }
     }
 
-    /// Returns the sizes of the second exchange of an all_reduce in slices: every process sends its result to all.
-    pub(crate) fn results(call: &Call, numel: usize, process_map: &ProcessMap) -> Self {
-        let slices = slices(call.kind, numel, process_map.len());
-        let (mine, largest) = (slices[process_map.mine], slices[0]);
-        Self { to: vec![mine; slices.len()], from: slices, largest: Some(largest) }
+    /// Returns the room for these parts.
+    pub(crate) fn room(&self, process_map: &ProcessMap) -> Room {
+        let end = |sizes: &[usize]| Self::offsets(sizes, process_map.mine).1;
+        Room { send: end(&self.to), receive: end(&self.from) }
     }
 
     /// Returns the bytes that cross to and from other processes.
@@ -140,11 +130,6 @@ impl SplitSizes {
     }
 }
 
-/// Returns the sizes in bytes of the slices that `count` processes reduce, of `numel` elements of an all_reduce.
-fn slices(kind: Kind, numel: usize, count: usize) -> Vec<usize> {
-    (0..count).map(|process| num_bytes(kind, my_slice(numel, process, count).len())).collect()
-}
-
 /// Returns the room that a part takes, in bytes.
 pub(super) fn padded(bytes: usize) -> usize {
     bytes.next_multiple_of(LINE)
@@ -152,6 +137,8 @@ pub(super) fn padded(bytes: usize) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use tch::Kind;
+
     use super::*;
     use crate::operation::Operation;
     use crate::process_group::reduce_op::ReduceOp;
@@ -169,9 +156,7 @@ mod tests {
             Operation::ReduceScatter,
             Operation::Barrier,
         ] {
-            for (sliced, root, kind) in
-                [(false, 0, Kind::Float), (false, 2, Kind::Half), (true, 5, Kind::Half)]
-            {
+            for (root, kind) in [(0, Kind::Float), (2, Kind::Half), (5, Kind::Half)] {
                 let call = Call {
                     operation,
                     root: Some(root),
@@ -181,17 +166,12 @@ mod tests {
                 };
                 let layouts =
                     [0, 1, 2].map(|mine| ProcessMap { processes: processes.to_vec(), mine });
-                let parts = layouts
-                    .each_ref()
-                    .map(|process_map| SplitSizes::of(&call, 1000, process_map, sliced));
-                let results = layouts
-                    .each_ref()
-                    .map(|process_map| SplitSizes::results(&call, 1000, process_map));
+                let parts =
+                    layouts.each_ref().map(|process_map| SplitSizes::of(&call, 1000, process_map));
                 for (a, sender) in parts.iter().enumerate() {
                     for (b, receiver) in parts.iter().enumerate() {
                         assert_eq!(sender.to[b], receiver.from[a], "{operation} from {a} to {b}");
                         assert!(Some(sender.to[b]) <= sender.largest);
-                        assert_eq!(results[a].to[b], results[b].from[a]);
                     }
                     assert_eq!(sender.largest, parts[0].largest);
                 }

@@ -7,8 +7,8 @@ use tch::{Device, Kind, Tensor};
 
 use super::super::call::Call;
 use super::super::local::{
-    self, CollectiveFingerprint, Kinds, Reduction, ReductionScratch, TensorMemory, my_slice,
-    my_slices,
+    self, CollectiveFingerprint, Reduction, ReductionScratch, TensorMemory, my_slice, my_slices,
+    wide_kind,
 };
 use super::super::traffic::{Traffic, split_traffic};
 use super::super::{ReduceOp, num_bytes};
@@ -196,7 +196,7 @@ unsafe fn reduce(
     };
     add(&mut addresses.inputs, slice.start);
     add(&mut addresses.outputs, to);
-    let reduction = addresses.reduction(Kinds::same(mine.kind), slice.len(), op);
+    let reduction = addresses.reduction(mine.kind, slice.len(), op);
     if mine.device == Device::Cpu {
         // SAFETY: as the caller promises, with pointers moved to the first elements.
         unsafe { local::reduce(reduction) };
@@ -217,8 +217,8 @@ fn keeps(op: ReduceOp) -> bool {
 /// # Safety
 /// The requirements of [`local::reduce`], on `device`.
 unsafe fn reduce_by_kernels(reduction: Reduction<'_>, device: Device) -> Result<(), tch::TchError> {
-    let Reduction { kinds: Kinds { from: kind, .. }, inputs, outputs, len, op } = reduction;
-    let wide = if matches!(kind, Kind::Half | Kind::BFloat16) { Kind::Float } else { kind };
+    let Reduction { kinds, inputs, outputs, len, op, .. } = reduction;
+    let (kind, wide) = (kinds.from, wide_kind(kinds.from));
     let len = len as i64;
     // SAFETY: as the caller promises; the views end with this function.
     let view = |&data: &*mut u8| unsafe { Tensor::f_from_blob(data, &[len], &[1], kind, device) };
@@ -301,8 +301,9 @@ mod tests {
                     let (loops, kernels) =
                         ([by_loops.data_ptr().cast()], [by_kernels.data_ptr().cast()]);
                     let numel = len as usize;
-                    let kinds = Kinds::same(kind);
-                    let one = Reduction { kinds, inputs: &from, outputs: &loops, len: numel, op };
+                    let mut addresses = ReductionScratch::default();
+                    addresses.list(from.into_iter(), loops.into_iter());
+                    let one = addresses.reduction(kind, numel, op);
                     // SAFETY: tensors of `len` elements of `kind` that do not overlap, of this thread.
                     unsafe {
                         local::reduce(one);

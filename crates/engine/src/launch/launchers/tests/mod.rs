@@ -350,17 +350,12 @@ fn first_host_of_a_list_is_that_of_slurm() {
 #[test]
 fn node_share_has_index_cores_and_threads() {
     let share = |variables: &str, cores| found(variables).share(cores);
-    assert_eq!(
-        share(TORCHRUN, 8),
-        NodeSlice { index: 1, count: 2, cores: 4, threads_per_rank: Some(1) }
-    );
+    let second = NodeSlice { index: 1, count: 2, is_alone: false, ..NodeSlice::all(0) };
+    assert_eq!(share(TORCHRUN, 8), NodeSlice { cores: 4, threads_per_rank: Some(1), ..second });
     // `OMP_NUM_THREADS` also counts without a launcher.
     assert_eq!(share("OMP_NUM_THREADS=3,2", 6).threads_per_rank, Some(3));
-    assert_eq!(
-        share(OPEN_MPI, 1),
-        NodeSlice { index: 1, count: 2, cores: 1, threads_per_rank: None }
-    );
+    assert_eq!(share(OPEN_MPI, 1), NodeSlice { cores: 1, ..second });
     // srun binds a task to its cores, so it sees only those.
-    assert_eq!(share(SRUN, 6), NodeSlice { index: 1, count: 2, cores: 6, threads_per_rank: None });
+    assert_eq!(share(SRUN, 6), NodeSlice { cores: 6, ..second });
     assert_eq!(share("", 8), NodeSlice::all(8));
 }
