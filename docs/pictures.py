@@ -202,19 +202,20 @@ LABELS = {
     "what-moves-where": ("What moves within machines and between them", "机器之内与机器之间传什么"),
     "what-moves-where.desc": (
         "Two machines have two processes each. The two ranks of a machine add up their gradients in shared "
-        "memory. The two machines exchange the two sums over TCP.",
-        "两台机器各有两个进程。一台机器的两个 rank 在共享内存里把梯度相加。两台机器通过 TCP 交换这两个和。",
+        "memory. The first machine sends its sum over TCP, the second adds its own ranks to it and sends the mean back.",
+        "两台机器各有两个进程。一台机器的两个 rank 在共享内存里把梯度相加。第一台通过 TCP 发送它的和，第二台加上自己的 rank，再把平均值发回。",
     ),
     "shared memory": ("shared memory", "共享内存"),
     "sum of the machine": ("sum of ranks {} and {}", "rank {} 与 {} 之和"),
-    "one sum each way": ("one sum each way", "双向各一个和"),
+    "mean of all": ("mean of all ranks", "所有 rank 的平均值"),
+    "sum and mean": ("sum, and mean", "和，与平均值"),
     "mean on each": (
-        "1. On each machine, each rank adds up one slice of the gradients.",
-        "1. 在每台机器上，每个 rank 对梯度的一段求和。",
+        "1. On the first machine, each rank adds up one slice of the gradients.",
+        "1. 在第一台机器上，每个 rank 对梯度的一段求和。",
     ),
     "sends": (
-        "2. The first process of each machine sends the sum of its machine to the others.",
-        "2. 每台机器的第一个进程把本机的和发给其他机器。",
+        "2. Its first process sends the sum to the next machine, whose ranks add theirs. The mean returns.",
+        "2. 它的第一个进程把和发给下一台机器，那里的 rank 接着相加。平均值再发回来。",
     ),
     "writes back": ("3. Each rank gets the mean of all gradients.", "3. 每个 rank 得到所有梯度的平均值。"),
     # beside-pytorch
@@ -852,10 +853,11 @@ def what_moves_where(p):
             p.path([(left + 63, 107), (left + 63, 134)], is_arrow=False)
             p.cell(left + 23, 134, 80, 32, f"g{rank}", f"rank{rank}")
             p.path([(left + 63, 168), (left + 63, 204)], both=True)
-        p.cell(x + 28, 206, half - 56, 36, p.say("sum of the machine").format(2 * index, 2 * index + 1), "sum")
+        sums = [p.say("sum of the machine").format(0, 1), p.say("mean of all")]
+        p.cell(x + 28, 206, half - 56, 36, sums[index], "sum")
     left, middle = MARGIN + half - 26, MARGIN + half + gap / 2
     p.path([(left, 224), (left + gap + 52, 224)], both=True)
-    p.text(middle, 212, p.say("one sum each way"), "text small", room=gap - 4)
+    p.text(middle, 212, p.say("sum and mean"), "text small", room=gap - 4)
     p.text(middle, 245, "TCP (Gloo)", "muted small")
     for index, key in enumerate(["mean on each", "sends", "writes back"]):
         p.text(MARGIN, 318 + 22 * index, p.say(key), "text small", "start")

@@ -132,9 +132,9 @@
 //!   deadline. Time in which the process is suspended does not count.
 //! * The earliest failure is the root cause, and what the user sees.
 //! * Buckets are reduced in the order of their index on every rank, never in the order of readiness.
-//! * Ranks that share memory, threads or processes, add in the order of the ranks. Over TCP `gloo` adds within each process
-//!   first, then in the order of the processes. So the same flags and layout give the same bits, on all ranks. NCCL adds
-//!   in an order of its own.
+//! * All layouts of CPU ranks add in the order of the ranks: threads, processes, and several hosts, where each goes on from
+//!   the partial result of the one before. Several ranks have one thread each. So the same flags and the same number of
+//!   ranks give the same bits, wherever the ranks run. NCCL adds in an order of its own.
 //! * Every NCCL launch stands between two barriers of the ranks of its process.
 //! * Decisions are collective. Rank 0 decides when to stop, and every rank stops after that step. A callback that decides
 //!   for all decides from what is equal on all ranks, such as an epoch's loss.

@@ -41,8 +41,9 @@ fn input(sequence: u64, rank: usize, place: usize) -> f32 {
 
 /// Returns the sum of `len` elements of each of the inputs.
 fn sum<'a>(inputs: &'a [*mut u8], outputs: &'a [*mut u8], len: usize) -> element::Reduction<'a> {
-    let kinds = element::Kinds::same(Kind::Float);
-    element::Reduction { kinds, inputs, outputs, len, op: ReduceOp::Sum }
+    let kinds = element::Kinds { from: Kind::Float, to: Kind::Float };
+    let (op, addends) = (ReduceOp::Sum, inputs.len());
+    element::Reduction { kinds, partial: None, inputs, outputs, len, op, addends }
 }
 
 /// One rank, its tensor, and its random state.
