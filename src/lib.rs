@@ -133,8 +133,9 @@
 //! * The earliest failure is the root cause, and what the user sees.
 //! * Buckets are reduced in the order of their index on every rank, never in the order of readiness.
 //! * All layouts of CPU ranks add in the order of the ranks: threads, processes, and several hosts, where each goes on from
-//!   the partial result of the one before. Several ranks have one thread each. So the same flags and the same number of
-//!   ranks give the same bits, wherever the ranks run. NCCL adds in an order of its own.
+//!   the partial result of the one before. Several ranks have one thread each, unless the user says otherwise. So on one
+//!   kind of processor the same flags and the same number of ranks, two or more, give the same bits, wherever the ranks
+//!   run. NCCL adds in an order of its own.
 //! * Every NCCL launch stands between two barriers of the ranks of its process.
 //! * Decisions are collective. Rank 0 decides when to stop, and every rank stops after that step. A callback that decides
 //!   for all decides from what is equal on all ranks, such as an epoch's loss.

@@ -21,7 +21,14 @@ const TINY: f64 = 1e-9;
 fn mlp() -> ddp_mp::Result<(VarStore, Model)> {
     let (kind, activation, hidden) = (ModelKind::Mlp, Activation::Tanh, vec![9, 5]);
     let config = ModelConfig { kind, in_features: 6, activation, hidden, ..ModelConfig::default() };
-    config.build(Device::Cpu, 1)
+    let (vs, model) = config.build(Device::Cpu, 1)?;
+    // The generator is that of the process: another test that draws without its lock would change the parameters.
+    for mut parameter in vs.trainable_variables() {
+        let numbers = Tensor::arange(parameter.numel() as i64, (Kind::Float, Device::Cpu));
+        let values = ((numbers * 0.91).sin() * 0.4).view_as(&parameter);
+        tch::no_grad(|| parameter.copy_(&values));
+    }
+    Ok((vs, model))
 }
 
 fn batch(rank: usize, step: i64, len: i64) -> (Tensor, Tensor) {

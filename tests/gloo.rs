@@ -90,7 +90,7 @@ fn reductions(rank: &Rank, group: &ProcessGroup) -> anyhow::Result<Vec<(String, 
     for (kind, len) in [Kind::Half, Kind::BFloat16, Kind::Float, Kind::Double]
         .into_iter()
         .flat_map(|kind| lens.map(|len| (kind, len)))
-        .filter(|&(kind, len)| len < 1_000_000 || kind == Kind::Float)
+        .filter(|&(kind, len)| len < 1_000_000 || matches!(kind, Kind::Float | Kind::Half))
     {
         let mut keep = |name: &str, op, tensor: &Tensor| {
             let bytes = Vec::<u8>::try_from(tensor.view_dtype(Kind::Uint8)).unwrap();

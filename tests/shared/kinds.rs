@@ -8,7 +8,7 @@ use crate::harness::runs_every_case;
 const FLOATS: [Kind; 4] = [Kind::Double, Kind::Float, Kind::Half, Kind::BFloat16];
 const INTEGERS: [Kind; 5] = [Kind::Int64, Kind::Int, Kind::Int16, Kind::Int8, Kind::Uint8];
 
-/// Returns awkward lengths; between processes these travel within a note, in one exchange, and in slices.
+/// Returns awkward lengths; between processes these travel within a header, in one exchange, and in a chain.
 fn lengths(group: &ProcessGroup) -> [i64; 4] {
     if group.backend() == "gloo" { [0, 7, 1000, 66_001] } else { [0, 1, 65, 1027] }
 }

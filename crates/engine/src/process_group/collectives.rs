@@ -18,13 +18,10 @@ impl ProcessGroup {
     ///
     /// Follows `torch.distributed.all_reduce`. Any shape, also empty; the same on every rank. Dtypes: float64,
     /// float32, float16, bfloat16 (the last two are reduced in float32), int64, int32, int16, int8, uint8 and bool,
-    /// as far as the operation makes sense for them ([`ReduceOp`]). With `threaded`, the reduction runs in rank
-    /// order, so the result has the same bits on every rank and in every run.
-    ///
-    /// With `gloo` and one rank per process, the bits are those of `threaded`. With several ranks per process, each
-    /// process first reduces the tensors of its own ranks. The processes then reduce these partial results, in
-    /// process order. Partial sums and products of float16 and bfloat16 stay float32 until the end, also on the
-    /// network, where they take twice the bytes. So an average of float16 is finite even if the sum is not.
+    /// as far as the operation makes sense for them ([`ReduceOp`]). With `threaded` and `gloo`, the reduction runs in
+    /// rank order. So the result has the same bits on every rank, in every run and in every layout of the ranks. Partial
+    /// sums and products of float16 and bfloat16 stay float32 until the end, also on the network. So an average of float16
+    /// is finite even if the sum is not.
     ///
     /// On a GPU, this launches the operation and returns, like every GPU operation.
     ///

@@ -104,19 +104,24 @@ impl GlooBackend {
     /// Takes part in a reduction that goes from process to process. The ranks have exchanged the call.
     fn reduce_in_chain(&mut self, call: &Call, network: &Network, chain: &Chain) -> Result<()> {
         let mut messages = ChainMessages::default();
+        let compare = || network.compare(call, || self.slot.call_text());
+        self.slot.on_leader(call.at(), compare)?;
+        self.slot.report_failure(network.take_over())?;
         for step in 0..chain.steps() {
-            self.slot.on_leader(call.at(), || {
-                if step == 0 {
-                    network.compare(call, || self.slot.call_text())?;
+            let mut advance = || network.advance(call, chain, step, &mut messages);
+            if chain.added_in(step).is_empty() && chain.results_in(step).is_empty() {
+                // Only messages move.
+                if self.is_first() {
+                    self.slot.report_failure(advance())?;
                 }
-                network.advance(call, chain, step, &mut messages)
-            })?;
+                continue;
+            }
+            self.slot.on_leader(call.at(), advance)?;
             self.on_local_ranks(call, |packer, slot| {
                 // SAFETY: the ranks have exchanged this call and leave together. What they need is here.
                 unsafe { packer.step_in_chain(slot, &network.map, call, chain, step) }
             })?;
         }
-        self.slot.report_failure(network.take_over())?;
         self.traffic = chain.traffic();
         Ok(())
     }
@@ -151,9 +156,8 @@ impl RankBackend for GlooBackend {
         let numel = call.inputs.first().or(call.outputs.first()).map_or(0, Tensor::numel);
         let chain = Chain::of(call, numel, process_map);
         let mut parts = SplitSizes::of(call, numel, process_map);
-        let room = |parts: &SplitSizes| match &chain {
-            Some(chain) => chain.room(),
-            None => parts.room(process_map),
+        let room = |parts: &SplitSizes| {
+            chain.as_ref().map_or_else(|| parts.room(process_map), Chain::room)
         };
         if self.is_first() && !call.operation.has_own_sizes() {
             self.slot.check()?;

@@ -31,8 +31,8 @@ use crate::process_group::reduce_op::ReduceOp;
 use crate::process_group::traffic::Traffic;
 use crate::runtime::Deadline;
 
-/// A reduction of up to this many bytes for all ranks together travels whole: each process sends the tensors of its ranks
-/// to all that need them, in one exchange.
+/// A reduction whose inputs have up to this many bytes, those of all ranks together, travels whole: each process sends the
+/// tensors of its ranks to all that need them, in one exchange.
 const WHOLE_MAX_BYTES: usize = 64 << 10;
 
 /// A piece has at least this many bytes, because each costs a few wake-ups.
@@ -68,13 +68,13 @@ impl Chain {
         call.operation.collective().filter(|collective| collective.reduces)?;
         let (len, mine) = (process_map.len(), process_map.mine);
         let ranks = process_map.processes[len - 1].end;
-        let is_small = num_bytes(call.kind, numel) * ranks <= WHOLE_MAX_BYTES;
+        let is_scattered = call.operation == Operation::ReduceScatter;
+        let all = if is_scattered { numel * ranks } else { numel };
+        let is_small = num_bytes(call.kind, all) * ranks <= WHOLE_MAX_BYTES;
         let sends_least_whole = len == 2 || call.operation != Operation::AllReduce;
         if is_small || (ranks == len && sends_least_whole) {
             return None;
         }
-        let is_scattered = call.operation == Operation::ReduceScatter;
-        let all = if is_scattered { numel * ranks } else { numel };
         let root = process_map.process_of(call.root());
         let needed_up_to = |process: usize| match call.operation {
             Operation::ReduceScatter => numel * process_map.processes[process].end,
@@ -131,9 +131,10 @@ impl Chain {
         let (partials, results) =
             (self.numel * self.partial_bytes, self.results * self.result_bytes);
         let received = if self.is_first { 0 } else { padded(partials) };
-        match self.is_last {
-            true => Room { send: results, receive: received },
-            false => Room { send: partials, receive: received + results },
+        if self.is_last {
+            Room { send: results, receive: received }
+        } else {
+            Room { send: partials, receive: received + results }
         }
     }
 
@@ -151,9 +152,10 @@ impl Chain {
 
     /// Returns where the result of the element `at` is once it is here.
     pub(crate) fn result(&self, buffers: Buffers, at: usize) -> *mut u8 {
-        match self.is_last {
-            true => self.sum(buffers, at),
-            false => buffers.receive.wrapping_add(self.results_begin() + at * self.result_bytes),
+        if self.is_last {
+            self.sum(buffers, at)
+        } else {
+            buffers.receive.wrapping_add(self.results_begin() + at * self.result_bytes)
         }
     }
 
@@ -161,11 +163,12 @@ impl Chain {
     /// divides an average.
     pub(crate) fn of_reduction<'a>(&self, reduction: Reduction<'a>) -> Reduction<'a> {
         let Reduction { kinds: Kinds { from, .. }, op, .. } = reduction;
+        let whole = Reduction { addends: self.ranks, ..reduction };
         if self.is_last {
-            return Reduction { addends: self.ranks, ..reduction };
+            return whole;
         }
         let op = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
-        Reduction { kinds: Kinds { from, to: wide_kind(from) }, op, ..reduction }
+        Reduction { kinds: Kinds { from, to: wide_kind(from) }, op, ..whole }
     }
 
     /// Returns the byte of the receive buffer at which the results of the next process begin.
@@ -187,14 +190,16 @@ impl Chain {
 /// The messages of a chain that have been started.
 #[derive(Default)]
 pub(crate) struct ChainMessages {
+    /// The deadline of the whole call; `None` before the first step.
+    deadline: Option<Deadline>,
     partials: VecDeque<Receiver<Result<()>>>,
     results: VecDeque<Receiver<Result<()>>>,
     sent: Vec<Receiver<Result<()>>>,
 }
 
 impl Network {
-    /// Sends what the ranks of this process have made in the step before `step`. Returns once all has arrived that they
-    /// need in `step`; after the last step, once all is sent. Called by the process's first rank.
+    /// Sends what the ranks of this process have made in the step before `step`. Returns once all has arrived that these
+    /// ranks need in `step`, in the last step also once all is sent. Called by the process's first rank.
     ///
     /// # Errors
     /// [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`].
@@ -209,7 +214,8 @@ impl Network {
         step: usize,
         messages: &mut ChainMessages,
     ) -> Result<()> {
-        let deadline = Deadline::after(self.timeout(call));
+        let of_call = || Deadline::after(self.timeout(call));
+        let deadline = *messages.deadline.get_or_insert_with(of_call);
         let moved = self.move_pieces(chain, step, messages, deadline);
         self.or_abort(call, deadline, moved)
     }

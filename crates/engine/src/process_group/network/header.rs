@@ -15,7 +15,7 @@ use crate::process_group::local::Host;
 use crate::runtime::StopMessage;
 
 /// Size of a header in bytes. With what Gloo adds it fits into one frame of Ethernet.
-pub(super) const HEADER_BYTES: usize = 1408;
+pub(super) const HEADER_BYTES: usize = 1344;
 
 /// The numbers of a header as they are sent.
 type WireNumbers = [U64; 6];
@@ -72,7 +72,9 @@ pub(super) struct StagingBuffers {
 }
 
 // SAFETY: only the process's first rank, one thread at a time, writes headers, exchanges parts and enlarges the buffers
-// (`StagingBuffers::reserve`, `Network::exchange`). The other ranks get the addresses of the parts only between a later
+// (`StagingBuffers::reserve`, `Network::exchange`, `Network::advance`). While ranks work on a piece of a chain, libtorch
+// sends and receives other pieces. If a chain fails, its messages may outlive the call: libtorch has handles of its own to
+// the buffers, and the run is cancelled, so no later call uses them. The other ranks get the addresses of the parts only between a later
 // barrier of the process and the one that ends the collective. `process_group::gloo` keeps apart what the ranks write
 // and read there.
 unsafe impl Sync for StagingBuffers {}
