@@ -11,10 +11,10 @@
 //!
 //! Below, "process" means a host, or a process that shares no memory.
 //!
-//! The tensors of all ranks travel, and each receiver adds them in the order of the ranks, as threads do. Of a large
-//! reduction that would be too much: there each process goes on from the partial result of the one before ([`Chain`]). So
-//! the bits are those of threads, however many ranks a process has. Partial results of float16 and bfloat16 travel in
-//! float32, and are narrowed once, at the end.
+//! A small reduction sends the tensors of all ranks, and each receiver adds them in the order of the ranks, as threads do. In
+//! a large one each process goes on from the partial result of the process before ([`Chain`]). Both ways give the bits of
+//! threads, however many ranks a process has. A partial result of float16 or bfloat16 is float32, and the last process
+//! narrows it.
 
 mod packer;
 

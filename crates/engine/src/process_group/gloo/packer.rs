@@ -6,7 +6,7 @@ use std::{iter, ptr};
 use tch::Tensor;
 
 use super::super::call::Call;
-use super::super::local::{CallSlot, Reduction, ReductionScratch, in_tensors, my_slice, reduce};
+use super::super::local::{CallSlot, ReductionScratch, in_tensors, my_slice, reduce};
 use super::super::network::{Buffers, Chain, Network, ProcessMap, SplitSizes, transfers};
 use super::super::num_bytes;
 use crate::operation::Operation;
@@ -76,12 +76,11 @@ impl Packer {
         for (index, range) in in_tensors(lengths, share) {
             let from = num_bytes(call.kind, range.start);
             let inputs = slot.published().map(|call| call.inputs[index].data.wrapping_add(from));
-            self.scratch.list(inputs, iter::once(chain.sum(self.buffers, at)));
-            let whole = self.scratch.reduction(call.kind, range.len(), call.op());
-            let reduction = Reduction { partial: chain.partial(self.buffers, at), ..whole };
+            self.scratch.list(inputs, iter::once(chain.made(self.buffers, at)));
+            let own = self.scratch.reduction(call.kind, range.len(), call.op());
             // SAFETY: the tensors and the partial result have these elements, and stay valid. Only this rank writes to
-            // these elements of the sum.
-            unsafe { reduce(chain.of_reduction(reduction)) };
+            // these elements of what the process makes.
+            unsafe { reduce(chain.continued(own, self.buffers, at)) };
             at += range.len();
         }
         let group_rank = process_map.here().start + slot.rank();
@@ -147,7 +146,7 @@ pub(super) fn size_between<'a>(
     call: &Call,
 ) -> impl Fn(usize, usize) -> usize + use<'a> {
     let tensor = call.inputs.first().or(call.outputs.first());
-    let size = ProcessMap::tensor_bytes(call, tensor.map_or(0, Tensor::numel));
+    let size = num_bytes(call.kind, tensor.map_or(0, Tensor::numel));
     let (kind, has_own_sizes, here) =
         (call.kind, call.operation.has_own_sizes(), process_map.here());
     move |from, to| {

@@ -137,7 +137,7 @@ pub(crate) struct Reduction<'a> {
     /// Number of elements in each of them.
     pub len: usize,
     pub op: ReduceOp,
-    /// The number of all inputs, those of the partial result included, by which an average is divided.
+    /// The number by which an average is divided: how many inputs there are, with those of the partial result.
     pub addends: usize,
 }
 

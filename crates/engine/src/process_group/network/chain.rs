@@ -1,5 +1,5 @@
 //! A large reduction between processes: a chain, in which each process goes on from the partial result of the one before.
-//! So the ranks are added in their order, as threads add them. The last process has the results, which go back.
+//! So every sum has the order of the ranks, as among threads. The last process has the results, and sends them back.
 //!
 //! The elements travel in pieces. While a process adds its ranks to one piece, the next process adds its own to the piece
 //! before. Each element crosses a link once in each direction.
@@ -31,8 +31,8 @@ use crate::process_group::reduce_op::ReduceOp;
 use crate::process_group::traffic::Traffic;
 use crate::runtime::Deadline;
 
-/// A reduction whose inputs have up to this many bytes, those of all ranks together, travels whole: each process sends the
-/// tensors of its ranks to all that need them, in one exchange.
+/// The most bytes of all ranks' inputs for which a reduction travels whole: each process sends the tensors of its ranks to all
+/// that need them, in one exchange.
 const WHOLE_MAX_BYTES: usize = 64 << 10;
 
 /// A piece has at least this many bytes, because each costs a few wake-ups.
@@ -57,9 +57,11 @@ pub(crate) struct Chain {
     is_last: bool,
     /// The number of ranks in all processes.
     ranks: usize,
-    /// The sizes of an element of a partial result, and of a result, in bytes.
+    /// The sizes of an element in bytes: of a partial result, of a result, and of what this process makes, which is one of
+    /// these.
     partial_bytes: usize,
     result_bytes: usize,
+    made_bytes: usize,
 }
 
 impl Chain {
@@ -98,6 +100,7 @@ impl Chain {
             ranks,
             partial_bytes,
             result_bytes,
+            made_bytes: if is_last { result_bytes } else { partial_bytes },
         })
     }
 
@@ -126,49 +129,44 @@ impl Chain {
         start.min(end)..(start + self.piece_numel).min(end)
     }
 
-    /// Returns the room for partial results and results.
+    /// Returns the room for what this process makes, and for what it receives.
     pub(crate) fn room(&self) -> Room {
-        let (partials, results) =
-            (self.numel * self.partial_bytes, self.results * self.result_bytes);
-        let received = if self.is_first { 0 } else { padded(partials) };
-        if self.is_last {
-            Room { send: results, receive: received }
-        } else {
-            Room { send: partials, receive: received + results }
-        }
+        let received = if self.is_last { 0 } else { self.results * self.result_bytes };
+        Room { send: self.numel * self.made_bytes, receive: self.results_begin() + received }
     }
 
-    /// Returns where the partial result of the process before is at the element `at`; `None` in the first process.
-    pub(crate) fn partial(&self, buffers: Buffers, at: usize) -> Option<*mut u8> {
-        (!self.is_first).then(|| buffers.receive.wrapping_add(at * self.partial_bytes))
-    }
-
-    /// Returns where this process writes its own partial result, or the result if it is the last.
-    pub(crate) fn sum(&self, buffers: Buffers, at: usize) -> *mut u8 {
-        buffers
-            .send
-            .wrapping_add(at * if self.is_last { self.result_bytes } else { self.partial_bytes })
+    /// Returns where this process writes what it makes of the element `at`: its partial result, or the result if it is the
+    /// last.
+    pub(crate) fn made(&self, buffers: Buffers, at: usize) -> *mut u8 {
+        buffers.send.wrapping_add(at * self.made_bytes)
     }
 
     /// Returns where the result of the element `at` is once it is here.
     pub(crate) fn result(&self, buffers: Buffers, at: usize) -> *mut u8 {
         if self.is_last {
-            self.sum(buffers, at)
+            self.made(buffers, at)
         } else {
             buffers.receive.wrapping_add(self.results_begin() + at * self.result_bytes)
         }
     }
 
-    /// Returns the `reduction` of this process's ranks as a part of the whole: only the last process writes results, and
-    /// divides an average.
-    pub(crate) fn of_reduction<'a>(&self, reduction: Reduction<'a>) -> Reduction<'a> {
-        let Reduction { kinds: Kinds { from, .. }, op, .. } = reduction;
-        let whole = Reduction { addends: self.ranks, ..reduction };
+    /// Returns the reduction of this process's ranks, `own`, from the element `at` on, as a part of the whole. It goes on from
+    /// the partial result of the process before. Only the last process writes results, and divides an average.
+    pub(crate) fn continued<'a>(
+        &self,
+        own: Reduction<'a>,
+        buffers: Buffers,
+        at: usize,
+    ) -> Reduction<'a> {
+        let before = || buffers.receive.wrapping_add(at * self.partial_bytes);
+        let partial = (!self.is_first).then(before);
+        let last = Reduction { partial, addends: self.ranks, ..own };
         if self.is_last {
-            return whole;
+            return last;
         }
-        let op = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
-        Reduction { kinds: Kinds { from, to: wide_kind(from) }, op, ..whole }
+        let kinds = Kinds { to: wide_kind(own.kinds.from), ..own.kinds };
+        let op = if own.op == ReduceOp::Avg { ReduceOp::Sum } else { own.op };
+        Reduction { kinds, op, ..last }
     }
 
     /// Returns the byte of the receive buffer at which the results of the next process begin.

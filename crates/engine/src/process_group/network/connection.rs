@@ -388,7 +388,8 @@ impl Network {
         call.timeout.unwrap_or(self.run.timeout).min(self.run.timeout)
     }
 
-    /// Aborts all Gloo operations if those of `call` have not `ended` well by the deadline, and says why.
+    /// Does nothing if the operations of `call` have `ended` well. Otherwise aborts all operations of Gloo, and returns the
+    /// reason: the deadline, a cancelled run, or a lost connection.
     ///
     /// # Errors
     /// [`Error::Timeout`], [`Error::Cancelled`], [`Error::ConnectionLost`].

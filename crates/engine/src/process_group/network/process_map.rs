@@ -2,10 +2,6 @@
 
 use std::ops::Range;
 
-use crate::operation::{CollectiveType, Tensors};
-use crate::process_group::call::Call;
-use crate::process_group::dtype::num_bytes;
-
 /// The processes of a group: the group ranks of each, and the index of this process. A map of hosts is one too: each host
 /// whose processes share memory counts as one process there.
 #[derive(Debug, Clone)]
@@ -39,12 +35,5 @@ impl ProcessMap {
     /// Returns the index of the process that has the group rank `group_rank`.
     pub(crate) fn process_of(&self, group_rank: usize) -> usize {
         self.processes.iter().position(|ranks| ranks.contains(&group_rank)).unwrap_or(0)
-    }
-
-    /// Returns the bytes of a tensor of `numel` elements as it travels in `call`; 0 if the call moves none.
-    pub(crate) fn tensor_bytes(call: &Call, numel: usize) -> usize {
-        let moves = |it: CollectiveType| it.inputs.tensors != Tensors::Nothing;
-        let moves = call.operation.collective().is_some_and(moves);
-        if moves { num_bytes(call.kind, numel) } else { 0 }
     }
 }

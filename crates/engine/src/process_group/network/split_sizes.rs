@@ -6,6 +6,7 @@ use super::common::Room;
 use super::process_map::ProcessMap;
 use crate::operation::{Holders, Operand, Tensors};
 use crate::process_group::call::Call;
+use crate::process_group::dtype::num_bytes;
 use crate::process_group::traffic::Traffic;
 
 /// Parts begin at cache lines, so that every dtype is aligned.
@@ -81,7 +82,7 @@ impl SplitSizes {
     /// Returns the sizes of `call` in this process, whose tensors have `numel` elements each. Not for a call in which each
     /// pair of ranks has its own size.
     pub(crate) fn of(call: &Call, numel: usize, process_map: &ProcessMap) -> Self {
-        let size = ProcessMap::tensor_bytes(call, numel);
+        let size = num_bytes(call.kind, numel);
         let most = process_map.processes.iter().map(Range::len).max().unwrap_or(1);
         let held = |operand: Operand| if operand.holders == Holders::Root { 1 } else { most };
         let tensors = call.operation.collective().map_or(0, |it| {
