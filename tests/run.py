@@ -53,8 +53,6 @@ class Tests:
         self.stamp = program + PASSED
         # Only unstable options print how long a test took.
         options = ["-Zunstable-options", "--report-time", f"--test-threads={THREADS}"]
-        if "DDP_MP_TESTS" in environment:
-            options.append("--include-ignored")
         environment = dict(environment, RUSTC_BOOTSTRAP="1")
         self.process = subprocess.Popen(
             [program, *options, *filters], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True

@@ -31,7 +31,7 @@ pub fn train(
     // Each child process comes here, too, and trains its ranks.
     run_command(config, &launch, true, cuda, printer, |config| {
         let restarts = Restarts::before(&launch)?;
-        let config = after_restart(config, &restarts, printer)?;
+        let config = after_restart(config, &launch, &restarts, printer)?;
         let stop = stop_at_signals(&config, &launch, &restarts, printer)?;
         let joined = Session::join(config, launch.clone(), restarts, stop.clone(), cuda, printer)?;
         let Some(session) = joined else { return Ok(stop.request_reason()) };
@@ -100,6 +100,9 @@ fn trainer(
         trainer = trainer
             .checkpoints(dir, config.save_every(), config.options()?)
             .data_files(start_point.data_files.clone());
+    } else {
+        let dir = start_point.checkpoint_dir.clone();
+        trainer = trainer.save_after_failure(dir, config.options()?);
     }
     Ok(trainer)
 }

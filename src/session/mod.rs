@@ -284,7 +284,7 @@ fn open_views(
     let is_first = joined_launch.is_first();
     let backend = &backend(config, joined_launch);
     let opening = Opening { config, joined_launch, data, backend, stop, printer };
-    let open_folder = || if is_first { start_point.open_folder(config) } else { Ok(()) };
+    let open_folder = || start_point.open_folder(config, &joined_launch.launch, is_first);
     let views = Views::open(&opening, open_folder)?;
     remove_kept(config, joined_launch);
     Ok(views)

@@ -4,9 +4,11 @@
 use std::fmt::{self, Write};
 use std::io;
 
+use tempfile::TempDir;
+
 use super::checked_placement::{place_processes, starts_processes};
 use crate::config::Config;
-use engine::checkpoint::CheckpointDir;
+use engine::checkpoint::{CheckpointDir, TrainerState};
 use engine::error::{Error, Result, Shown};
 use engine::events::Event;
 use engine::ffi::cuda::Cuda;
@@ -65,27 +67,55 @@ fn run_processes(
     }
     let (timeout, grace_period) = (config.launch.timeout, config.launch.grace_period);
     let children = placement.as_ref().map_or(Children::Threads, Children::Ranks);
-    let lends_terminal = printer.shows_live;
-    let spawn =
-        SpawnProcesses { children, timeout, grace_period, stops, max_restarts, lends_terminal };
+    let state = state_in_memory(config, max_restarts);
+    let spawn = SpawnProcesses {
+        children,
+        timeout,
+        grace_period,
+        stops,
+        max_restarts,
+        state_dir: state.as_ref().map(TempDir::path),
+        lends_terminal: printer.shows_live,
+    };
     spawn.run(|number, error| {
         printer.report(&error.text);
         let again = error.again().map_or(String::new(), |again| {
             format!("; {again}: without a change this start will probably also fail there")
         });
-        let from = restarts_from(config);
+        let from = restarts_from(config, state.as_ref());
         printer.report(&format!("restart {number} of {max_restarts}, {from}{again}"));
     })
 }
 
+/// Returns a folder in memory for the state of the ranks that are left after a failure. `None` for a run that is not
+/// restarted, or that saves checkpoints, and if there is no such folder.
+fn state_in_memory(config: &Config, max_restarts: usize) -> Option<TempDir> {
+    let is_wanted = max_restarts > 0 && config.checkpoints.checkpoint_dir.is_none();
+    let folder = || tempfile::Builder::new().prefix("ddp-mp-").tempdir_in("/dev/shm").ok();
+    is_wanted.then(folder).flatten()
+}
+
 /// Returns from where a restart continues the run, for the user.
-fn restarts_from(config: &Config) -> String {
-    match &config.checkpoints.checkpoint_dir {
-        Some(dir) if matches!(CheckpointDir::newest_in(dir), Ok(None)) => {
+fn restarts_from(config: &Config, state: Option<&TempDir>) -> String {
+    let checkpoint_dir = config.checkpoints.checkpoint_dir.as_deref();
+    let newest = checkpoint_dir.or(state.map(TempDir::path)).map(CheckpointDir::newest_in);
+    let newest = newest.and_then(|newest| newest.ok().flatten());
+    let saved = newest.as_deref().and_then(|newest| TrainerState::read(newest).ok());
+    match (saved, checkpoint_dir) {
+        (Some(TrainerState { step, after_failure: Some(rank), .. }), _) => {
+            format!("from step #{step}: rank {rank} has saved the state after the failure")
+        }
+        (_, Some(dir)) if newest.is_some() => {
+            format!("from the newest checkpoint in {}", dir.shown())
+        }
+        (_, Some(dir)) => {
             format!("from the start of the run, because {} has no checkpoint", dir.shown())
         }
-        Some(dir) => format!("from the newest checkpoint in {}", dir.shown()),
-        None => "from the beginning, because nothing is saved without --checkpoint-dir".into(),
+        (_, None) => {
+            "from the beginning, because no rank could save the state after the failure, and nothing is saved before \
+             without --checkpoint-dir"
+                .into()
+        }
     }
 }
 

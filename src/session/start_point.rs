@@ -11,7 +11,7 @@ use crate::config::Config;
 use engine::checkpoint::{Checkpoint, CheckpointDir, TensorFile, check_all_in};
 use engine::error::{Error, Result, Shown};
 use engine::ffi::Generator;
-use engine::launch::Restarts;
+use engine::launch::{Launch, Restarts};
 use engine::process_group::ProcessGroup;
 use engine::records::DataFile;
 use views::Printer;
@@ -22,6 +22,7 @@ pub(crate) struct StartPoint {
     pub checkpoint: Option<Arc<Checkpoint>>,
     /// The weights of `--init-from`. `None` without it, and if there is a checkpoint.
     weights: Option<TensorFile>,
+    /// The folder to save in, if there is one.
     pub checkpoint_dir: Option<CheckpointDir>,
     /// The data files. Empty if nothing is saved and nothing was.
     pub data_files: Vec<DataFile>,
@@ -62,16 +63,29 @@ impl StartPoint {
         Ok(start_point)
     }
 
-    /// Opens the folder of `config` to save in, if there is one.
-    pub(crate) fn open_folder(&mut self, config: &Config) -> Result<()> {
-        let dir = config.checkpoints.checkpoint_dir.as_deref();
-        self.checkpoint_dir = dir.map(|dir| self.open(dir, config)).transpose()?;
+    /// Opens the folder of `config` to save in, or else that of `launch` for the state after a failure, if there is one. In a
+    /// process without rank 0, `is_first` is false: its ranks save only after a failure.
+    pub(crate) fn open_folder(
+        &mut self,
+        config: &Config,
+        launch: &Launch,
+        is_first: bool,
+    ) -> Result<()> {
+        let keep_last = keep_last(config);
+        let open = |dir: &Path| {
+            if is_first {
+                self.open(dir, config)
+            } else {
+                Ok(CheckpointDir::of_run(dir, keep_last))
+            }
+        };
+        self.checkpoint_dir = folder(config, launch).map(open).transpose()?;
         Ok(())
     }
 
     /// Opens the folder to save in. Other files in it must not be lost.
     fn open(&self, dir: &Path, config: &Config) -> Result<CheckpointDir> {
-        let keep_last = config.checkpoints.keep_last as usize;
+        let keep_last = keep_last(config);
         let Some(checkpoint) = &self.checkpoint else {
             return CheckpointDir::create(dir, keep_last);
         };
@@ -142,16 +156,22 @@ impl StartPoint {
 /// [`Error::Input`] when the folder cannot be read.
 pub(crate) fn after_restart(
     mut config: Config,
+    launch: &Launch,
     restarts: &Restarts,
     printer: &Printer,
 ) -> Result<Config> {
-    let Some(dir) =
-        config.checkpoints.checkpoint_dir.as_deref().filter(|_| !restarts.reasons.is_empty())
-    else {
+    let Some(dir) = folder(&config, launch).filter(|_| !restarts.reasons.is_empty()) else {
         return Ok(config);
     };
-    if restarts.saves && CheckpointDir::newest_in(dir)?.is_some() {
-        config.checkpoints.resume = Some("auto".into());
+    if restarts.saves
+        && let Some(newest) = CheckpointDir::newest_in(dir)?
+    {
+        let is_checkpoint_dir = config.checkpoints.checkpoint_dir.is_some();
+        let resume = if is_checkpoint_dir { "auto".into() } else { newest.display().to_string() };
+        config.checkpoints.resume = Some(resume);
+        return Ok(config);
+    }
+    if config.checkpoints.checkpoint_dir.is_none() {
         return Ok(config);
     }
     if restarts.saves && !CheckpointDir::was_opened(dir) {
@@ -164,6 +184,17 @@ pub(crate) fn after_restart(
         printer.info(&format!("no checkpoint in {} yet: starting from the beginning", dir.shown()));
     }
     Ok(config)
+}
+
+/// Returns the folder that the ranks save in.
+fn folder<'a>(config: &'a Config, launch: &'a Launch) -> Option<&'a Path> {
+    config.checkpoints.checkpoint_dir.as_deref().or(launch.state_dir.as_deref())
+}
+
+/// Returns how many checkpoints stay in that folder.
+fn keep_last(config: &Config) -> usize {
+    let saves = config.checkpoints.checkpoint_dir.is_some();
+    if saves { config.checkpoints.keep_last as usize } else { 1 }
 }
 
 fn init_from(error: Error) -> Error {

@@ -6,16 +6,21 @@ use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread;
+
+use crossbeam::channel::bounded;
 
 use super::layout::{
-    ASIDE, BEST, LATEST, LOCK, MODEL, OPTIMIZER, TRAINER, UNFINISHED, check, check_all_in,
-    files_of, folder_of, name_of, pointed, remove_checkpoint, step_of, steps_in, unusable,
+    ASIDE, BEST, LATEST, LOCK, MODEL, OPTIMIZER, TRAINER, UNFINISHED, UNFINISHED_AFTER_FAILURE,
+    check, check_all_in, files_of, folder_of, name_of, pointed, remove_checkpoint, step_of,
+    steps_in, unusable,
 };
 use super::state::{FileMark, Manifest};
 use super::{Checkpoint, Snapshot, tensors};
 use crate::error::{Error, Result, Shown};
 use crate::files::Place;
-use crate::os::limits::explain;
+use crate::os::limits::{explain, not_started};
+use crate::runtime::Deadline;
 
 /// The folder of a run's checkpoints. It keeps the newest few and the best. While it is open, no other run can open it,
 /// neither in this process nor in another.
@@ -23,8 +28,9 @@ use crate::os::limits::explain;
 pub struct CheckpointDir {
     path: PathBuf,
     keep_last: usize,
-    /// Unlocked when the last clone is dropped, and when the process ends for any reason.
-    _lock: Arc<Lock>,
+    /// Unlocked when the last clone is dropped, and when the process ends for any reason. `None` if another process of the run
+    /// has the lock.
+    _lock: Option<Arc<Lock>>,
 }
 
 /// A locked file, unlocked explicitly on drop. Closing the file does not unlock it while a child process that another
@@ -83,13 +89,21 @@ impl CheckpointDir {
                 path.shown()
             )));
         }
-        let lock = Arc::new(Lock(lock));
+        let lock = Some(Arc::new(Lock(lock)));
         check()?; // another run may have ended just then
         // Removes what a killed run left behind. Without such a folder, this shows that one can be created.
-        let unfinished = path.join(UNFINISHED);
-        let created = fs::create_dir_all(&unfinished);
-        created.and_then(|()| remove_checkpoint(&unfinished)).map_err(unusable(path))?;
+        for unfinished in [UNFINISHED, UNFINISHED_AFTER_FAILURE].map(|name| path.join(name)) {
+            let created = fs::create_dir_all(&unfinished);
+            created.and_then(|()| remove_checkpoint(&unfinished)).map_err(unusable(path))?;
+        }
         Ok(Self { path: path.into(), keep_last: keep_last.max(1), _lock: lock })
+    }
+
+    /// Returns the folder at `path`, which another process of the run has opened. The ranks of this one save there after a
+    /// failure only.
+    #[doc(hidden)]
+    pub fn of_run(path: &Path, keep_last: usize) -> Self {
+        Self { path: path.into(), keep_last: keep_last.max(1), _lock: None }
     }
 
     /// Returns the path of the folder.
@@ -126,12 +140,62 @@ impl CheckpointDir {
     /// [`Error::Save`]. The existing checkpoints stay. The error says whether there are any.
     pub fn write(&self, snapshot: &Snapshot) -> Result<PathBuf> {
         let folder = self.path.join(folder_of(snapshot.state.step));
-        let written = self.write_as(&folder, snapshot).and_then(|()| self.remove_old());
+        let unfinished = self.path.join(UNFINISHED);
+        let written = self
+            .write_as(&folder, &unfinished, snapshot)
+            .and_then(|()| self.remove_old(&unfinished));
         if written.is_err() {
             // Frees space on a full disk. If this fails, the next run does it.
-            let _ = remove_checkpoint(&self.path.join(UNFINISHED));
+            let _ = remove_checkpoint(&unfinished);
         }
         written.map(|()| folder).map_err(|error| self.explain(error))
+    }
+
+    /// Writes the checkpoint of a rank that is left after a failure, unless the folder has one of this step or a later one.
+    /// Returns its folder; `None` if it was not needed.
+    ///
+    /// The process that has opened the folder may hang, or still write another checkpoint, so this uses a name of its own. Ranks that save after a failure wait for each other, at most until `deadline`.
+    ///
+    /// # Errors
+    /// [`Error::Save`], as [`write`](Self::write).
+    pub(crate) fn write_after_failure(
+        &self,
+        snapshot: &Snapshot,
+        deadline: Deadline,
+    ) -> Result<Option<PathBuf>> {
+        let _lock = self.lock_itself(deadline)?;
+        let newest = steps_in(&self.path)?.pop_last();
+        if newest.is_some_and(|(step, _)| step >= snapshot.state.step) {
+            return Ok(None);
+        }
+        let folder = self.path.join(folder_of(snapshot.state.step));
+        let unfinished = self.path.join(UNFINISHED_AFTER_FAILURE);
+        let is_left = unfinished.exists(); // by a process that was killed meanwhile
+        let removed = if is_left { remove_checkpoint(&unfinished) } else { Ok(()) };
+        let removed = removed.map_err(failed("saving", &unfinished));
+        let written = removed.and_then(|()| self.write_as(&folder, &unfinished, snapshot));
+        if written.is_ok() {
+            let _ = self.remove_old(&unfinished); // another process may remove them
+        } else {
+            let _ = remove_checkpoint(&unfinished); // frees space on a full disk
+        }
+        written.map(|()| Some(folder)).map_err(|error| self.explain(error))
+    }
+
+    /// Locks the folder itself against other ranks that save after a failure.
+    fn lock_itself(&self, deadline: Deadline) -> Result<Lock> {
+        let folder = File::open(&self.path).map_err(failed("saving in", &self.path))?;
+        let (locked_tx, locked_rx) = bounded(1);
+        let lock = move || {
+            let _ = folder.lock(); // on a file system without locks, the checkpoint may be written twice
+            locked_tx.send(Lock(folder))
+        };
+        let save = |reason| Error::Save { doing: "saving".into(), reason };
+        let thread = thread::Builder::new().name("lock".into()).spawn(lock);
+        thread
+            .map_err(|error| save(not_started("the thread that waits for the folder", &error)))?;
+        let other = "another rank saves in the folder, and is not done in time";
+        deadline.recv(&locked_rx).map_err(|_| save(other.into()))
     }
 
     /// Adds to an error what is left of the earlier checkpoints, and what to do.
@@ -157,8 +221,8 @@ impl CheckpointDir {
         path.join(LOCK).exists()
     }
 
-    fn write_as(&self, folder: &Path, snapshot: &Snapshot) -> Result<()> {
-        let unfinished = &self.path.join(UNFINISHED);
+    /// Writes a checkpoint to `unfinished`, and makes it `folder`.
+    fn write_as(&self, folder: &Path, unfinished: &Path, snapshot: &Snapshot) -> Result<()> {
         fs::create_dir(unfinished).map_err(failed("saving", unfinished))?;
         let mut files = BTreeMap::new();
         for (name, tensors) in [(MODEL, &snapshot.model), (OPTIMIZER, &snapshot.optimizer)] {
@@ -176,36 +240,37 @@ impl CheckpointDir {
             .and_then(|()| sync_folder(&self.path))
             .map_err(failed("saving", folder))?;
         if snapshot.state.best.as_ref().is_some_and(|best| best.step == snapshot.state.step) {
-            self.point(BEST, folder)?;
+            self.point(BEST, folder, unfinished)?;
         }
-        self.point(LATEST, folder)
+        self.point(LATEST, folder, unfinished)
     }
 
-    /// Makes the file `pointer` name `folder`.
-    fn point(&self, pointer: &str, folder: &Path) -> Result<()> {
-        let (unfinished, path) = (self.path.join(UNFINISHED), self.path.join(pointer));
+    /// Makes the file `pointer` name `folder`. It is written to `unfinished` first.
+    fn point(&self, pointer: &str, folder: &Path, unfinished: &Path) -> Result<()> {
+        let path = self.path.join(pointer);
         let new = unfinished.join(pointer);
         let write = || {
             check(&path)?;
-            fs::create_dir(&unfinished)?;
+            fs::create_dir(unfinished)?;
             write_file(&new, format!("{}\n", name_of(folder)).as_bytes())?;
             fs::rename(&new, &path)?;
-            fs::remove_dir(&unfinished)?;
+            fs::remove_dir(unfinished)?;
             sync_folder(&self.path)
         };
         write().map_err(failed("saving", &path))
     }
 
-    fn remove_old(&self) -> Result<()> {
-        let (steps, unfinished) = (steps_in(&self.path)?, self.path.join(UNFINISHED));
+    /// Removes old checkpoints. Each is renamed to `unfinished` first.
+    fn remove_old(&self, unfinished: &Path) -> Result<()> {
+        let steps = steps_in(&self.path)?;
         let old = steps.len().saturating_sub(self.keep_last);
         let best = pointed(&self.path.join(BEST)).ok().flatten();
         // A folder with additional files is kept.
         let goes = |folder: &&PathBuf| Some(*folder) != best.as_ref() && files_of(folder).is_ok();
         for folder in steps.values().take(old).filter(goes) {
             // Renamed first: a partly removed folder must not look like a checkpoint.
-            fs::rename(folder, &unfinished)
-                .and_then(|()| remove_checkpoint(&unfinished))
+            fs::rename(folder, unfinished)
+                .and_then(|()| remove_checkpoint(unfinished))
                 .map_err(failed("removing the old checkpoint", folder))?;
         }
         Ok(())
@@ -218,13 +283,14 @@ impl CheckpointDir {
     /// [`Error::Save`].
     pub fn set_aside_after(&self, checkpoint: &Checkpoint) -> Result<Vec<PathBuf>> {
         let (state, steps) = (checkpoint.state(), steps_in(&self.path)?);
+        let unfinished = &self.path.join(UNFINISHED);
         if let Some(folder) = steps.get(&state.step) {
-            self.point(LATEST, folder)?;
+            self.point(LATEST, folder, unfinished)?;
         }
         // `best` names the best checkpoint up to here. Later ones belong to another run.
         let best = self.path.join(BEST);
         match state.best.as_ref().and_then(|best| steps.get(&best.step)) {
-            Some(folder) => self.point(BEST, folder)?,
+            Some(folder) => self.point(BEST, folder, unfinished)?,
             None if best.exists() => fs::remove_file(&best).map_err(failed("saving", &best))?,
             None => {}
         }

@@ -30,6 +30,9 @@ const MAX_POINTER_BYTES: u64 = 64;
 /// The folder for what is not yet, or no longer, a checkpoint or a pointer. A killed run may leave it behind.
 pub(super) const UNFINISHED: &str = ".unfinished";
 
+/// Likewise, for a checkpoint that a rank saves after a failure.
+pub(super) const UNFINISHED_AFTER_FAILURE: &str = ".unfinished-after-failure";
+
 /// The prefix of a folder's name that holds a checkpoint of an abandoned continuation of the run.
 pub(super) const ASIDE: &str = "aside-";
 
@@ -65,7 +68,7 @@ pub(super) fn step_of(name: &str) -> Option<u64> {
 /// Returns whether a run uses `name` in its folder, or in a checkpoint.
 #[doc(hidden)]
 pub fn is_used(name: &str) -> bool {
-    [LOCK, UNFINISHED].contains(&name)
+    [LOCK, UNFINISHED, UNFINISHED_AFTER_FAILURE].contains(&name)
         || name.starts_with(ASIDE)
         || step_of(name).is_some()
         || FILES.iter().any(|(file, ..)| *file == name)
@@ -134,7 +137,7 @@ pub(super) fn check(path: &Path) -> io::Result<()> {
         // A second hard link would be another program's file.
         (LOCK, _) => this(found.is_file() && found.len() == 0 && found.nlink() == 1),
         (LATEST | BEST, _) => this(found.is_file() && pointed(path)?.is_some()),
-        (UNFINISHED, _) => files_of(path).map(drop),
+        (UNFINISHED | UNFINISHED_AFTER_FAILURE, _) => files_of(path).map(drop),
         (_, Some(step)) => check_checkpoint(path, step),
         (_, None) => Ok(()),
     });

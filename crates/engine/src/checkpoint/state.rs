@@ -54,6 +54,9 @@ pub struct TrainerState {
     /// For each rank, what this epoch's batches so far count as. Empty unless the criterion counts something else than
     /// samples.
     pub counts: Vec<u64>,
+    /// The rank that has saved this after another rank had failed; `None` for a checkpoint of a run that went on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after_failure: Option<usize>,
     /// The state of the gradient scaler, if there is one.
     pub scaler: Option<GradScalerState>,
     /// The configuration of the run, by key. A resumed run is compared with it.
@@ -61,6 +64,15 @@ pub struct TrainerState {
 }
 
 impl TrainerState {
+    /// Reads the progress of the checkpoint in `folder`.
+    ///
+    /// # Errors
+    /// [`Error::Input`] that names the file.
+    #[doc(hidden)]
+    pub fn read(folder: &Path) -> Result<Self> {
+        Manifest::read(folder).map(|manifest| manifest.state)
+    }
+
     /// Checks that all counts can belong to one run, which trains on `num_samples` samples. A forged file may have
     /// others, and a right hash.
     ///
@@ -72,8 +84,12 @@ impl TrainerState {
         let (num_samples, seen) = (num_samples as u64, self.samples_seen as u64);
         let (best_step, best_epoch) = self.best.as_ref().map_or((0, 0), |it| (it.step, it.epoch));
         let or_unlimited = |limit: u64| if limit == 0 { u64::MAX } else { limit };
-        // Every step takes a sample, and an epoch ends with its last sample.
-        let most_seen = num_samples.saturating_sub(1);
+        // Every step takes a sample, and an epoch ends with its last sample. Ranks that are left of a failed run may save
+        // before they have ended the epoch, in which all ranks get equally many samples.
+        let most_seen = match self.after_failure {
+            None => num_samples.saturating_sub(1),
+            Some(_) => num_samples.saturating_add(world_size as u64),
+        };
         let most_steps = num_samples.saturating_mul(epoch);
         let earlier = step.saturating_sub(epoch_steps);
         for (field, value, what, limit) in [

@@ -197,6 +197,16 @@ impl<M> DistributedDataParallel<M> {
         self.group.await_launched()
     }
 
+    /// Returns the buffers, which a forward pass in training may change.
+    pub(crate) fn buffers(&self) -> impl Iterator<Item = &Tensor> {
+        self.tensors.iter().filter(|named| named.is_buffer).map(|named| &named.tensor)
+    }
+
+    /// Returns whether an optimizer's step changes all parameters in one collective, or none if it fails.
+    pub(crate) fn steps_at_once(&self) -> bool {
+        self.reducer.state().layout.memory.steps_at_once()
+    }
+
     /// Copies rank 0's buffers to all ranks. A collective. Follows `_sync_buffers`.
     fn sync_buffers(&self) -> Result<()> {
         let buffers = self.tensors.iter().filter(|named| named.is_buffer && !named.is_ignored);

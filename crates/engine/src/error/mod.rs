@@ -326,6 +326,19 @@ impl Error {
         Self::Input { kind: InputKind::Usage, problem }
     }
 
+    /// Returns whether a rank has waited in vain for others: they have failed, and this rank has not.
+    pub(crate) fn waited_in_vain(&self) -> bool {
+        use Error::{Cancelled, ConnectionLost, PeerExited, PeersMissing, Timeout};
+        matches!(
+            self,
+            PeersMissing { .. }
+                | Cancelled { .. }
+                | PeerExited { .. }
+                | ConnectionLost { .. }
+                | Timeout { .. }
+        )
+    }
+
     /// Returns the error of wrong contents of a file or of a message.
     pub fn data(problem: String) -> Self {
         Self::Input { kind: InputKind::Data, problem }

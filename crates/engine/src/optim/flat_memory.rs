@@ -255,6 +255,13 @@ impl FlatMemory {
         self.is_partitioned().then_some(&self.group)
     }
 
+    /// Returns whether an optimizer's step is one collective: the ranks share a model of one dtype.
+    pub(crate) fn steps_at_once(&self) -> bool {
+        let mut dtypes = self.buffers.iter().map(|buffer| buffer.parameters.kind());
+        let first = dtypes.next();
+        self.shared.is_some() && dtypes.all(|dtype| Some(dtype) == first)
+    }
+
     /// Returns whether the optimizer can average the gradients as it steps: all ranks share the model.
     pub(crate) fn can_average_in_step(&self) -> bool {
         self.shared.is_some() && !self.group.spans_processes()

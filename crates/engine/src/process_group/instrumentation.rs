@@ -88,18 +88,9 @@ impl ProcessGroup {
         begin: OpStart,
         work: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        use Error::{Cancelled, ConnectionLost, PeerExited, PeersMissing, Timeout};
         let mark = self.begin(None, begin);
         let result = work();
-        let in_vain = matches!(
-            result,
-            Err(PeersMissing { .. }
-                | Cancelled { .. }
-                | PeerExited { .. }
-                | ConnectionLost { .. }
-                | Timeout { .. })
-        );
-        if !in_vain {
+        if !result.as_ref().is_err_and(Error::waited_in_vain) {
             self.on_gpu(|clock| clock.mark(self.run(), Some(Span::Entry(mark)), None));
             self.record_wait(self.run().flight_recorder.end(self.global_rank(), mark));
         }

@@ -54,7 +54,7 @@ pub use gpu_clock::GpuSeconds;
 pub(crate) use in_place::join_shapes;
 pub(crate) use instrumentation::CallContext;
 use instrumentation::PhaseTracker;
-pub(crate) use local::{Host, OncePerProcess};
+pub(crate) use local::{Host, InMemory, OncePerProcess};
 pub use nccl::NcclLibrary;
 pub use nccl::{find as find_nccl, host_id as nccl_host_id};
 pub(crate) use network::{Network, ProcessMap};
@@ -68,7 +68,7 @@ use crate::error::{Error, Result};
 use crate::ffi::{TorchResult, cuda};
 use crate::operation::Operation;
 pub use crate::runtime::SimulatedCluster;
-use crate::runtime::{Activity, RunContext, StopRequest};
+use crate::runtime::{Activity, LossRecord, RunContext, StopRequest};
 
 /// One rank's membership in a group of ranks.
 ///
@@ -266,6 +266,19 @@ impl ProcessGroup {
             Some(host) => host.zeros(numel, kind),
             None => Tensor::f_zeros([numel as i64], (kind, self.device())).doing("zeros"),
         }
+    }
+
+    /// Returns where the losses of `rank` are recorded: by itself if it shares memory with this rank, and otherwise by this
+    /// process, if it receives what that rank sends.
+    ///
+    /// # Errors
+    /// [`Error::Input`] if a process of the host has written invalid offsets.
+    pub(crate) fn loss_record(&self, rank: usize) -> Result<InMemory<LossRecord>> {
+        let on_host = self.common.network.as_ref().and_then(|network| network.on_host());
+        if let Some(on_host) = on_host.map(|group| group.losses(rank)).transpose()?.flatten() {
+            return Ok(on_host);
+        }
+        Ok(InMemory::of(self.run().loss_records[self.ranks()[rank]].clone()))
     }
 
     /// Returns the number of the group's ranks in this process. Not a collective.

@@ -8,6 +8,7 @@ mod clock;
 mod failure;
 mod fault;
 mod flight_recorder;
+mod loss_record;
 mod op_entry;
 pub mod panics;
 mod peer_status;
@@ -30,6 +31,7 @@ pub use flight_recorder::OpTotals;
 pub(crate) use flight_recorder::{
     CallSite, FlightRecorder, MOST_ENTRIES, OpStart, SpanId, format_call_site,
 };
+pub(crate) use loss_record::{LossRecord, RecordedLosses};
 pub use op_entry::{OpEntry, SourceLine};
 pub use panics::install_panic_hook;
 pub use peer_status::HEARTBEAT_INTERVAL;

@@ -7,8 +7,9 @@ use serde_json::{Map, Value};
 
 use super::callbacks::{
     Callbacks, Checkpoints, Events, FaultInjection, Fingerprints, KeepTensors, KeptTensors,
-    NonFiniteGuard, Order, ReplicaCheck, SaveEvery, Validation, WeightProbe,
+    NonFiniteGuard, Order, ReplicaCheck, SaveAfterFailure, SaveEvery, Validation, WeightProbe,
 };
+use super::last_step::LastStep;
 use super::loss::LossSum;
 use super::own_step::{OwnStep, Share};
 use super::{Callback, Criterion, LossParts, TrainContext, Trainer, TrainerOptions};
@@ -44,11 +45,12 @@ impl<M: Forward> Trainer<M> {
         criterion.check()?;
         let mut callbacks = Callbacks(Vec::new());
         callbacks.set(Order::FaultInjection, FaultInjection::planned(ddp.group()));
-        callbacks.add(Order::NonFiniteGuard, NonFiniteGuard::default());
+        callbacks.add(Order::NonFiniteGuard, NonFiniteGuard);
         let options = TrainerOptions::default();
         let context = TrainContext {
             scaler: options.amp.grad_scaler(&ddp)?,
             loss_sum: LossSum::new(ddp.group().device())?,
+            last_step: LastStep::default(),
             ddp,
             optimizer,
             schedule,
@@ -178,8 +180,8 @@ impl<M: Forward> Trainer<M> {
     }
 
     /// Saves into `dir` at the intervals of `every`, after the best validation so far, and when training ends or stops.
-    /// Call on all ranks alike; rank 0 alone, which writes, needs `dir`. Before each save the parameters of all ranks
-    /// are compared. Training ends with [`Error::ReplicasDiverged`] if they differ, so the newest checkpoint holds
+    /// Call on all ranks alike; rank 0 alone, which writes, needs `dir`. Other ranks that have it, too, can save the state
+    /// of the last step if a rank fails. Before each save the parameters of all ranks are compared. Training ends with [`Error::ReplicasDiverged`] if they differ, so the newest checkpoint holds
     /// equal replicas.
     ///
     /// `options` is stored as [`TrainerState::options`], and sets nothing, unlike [`TrainerOptions`]. A program that
@@ -192,8 +194,24 @@ impl<M: Forward> Trainer<M> {
         every: SaveEvery,
         options: Map<String, Value>,
     ) -> Self {
-        let writer = Option::map(dir.into(), Writer::new);
-        self.with(Order::Checkpoints, Checkpoints { every, options, writer, saved_at: None })
+        let dir = dir.into();
+        let writer = dir.clone().filter(|_| self.context.group().rank() == 0).map(Writer::new);
+        let checkpoints = Checkpoints { every, options: options.clone(), writer, saved_at: None };
+        self.save_after_failure(dir, options).with(Order::Checkpoints, checkpoints)
+    }
+
+    /// Saves the state of the last whole step into `dir` if a rank fails, and nothing before. [`checkpoints`](Self::checkpoints)
+    /// includes this. Call on all ranks alike.
+    #[must_use]
+    #[doc(hidden)]
+    pub fn save_after_failure(
+        mut self,
+        dir: impl Into<Option<CheckpointDir>>,
+        options: Map<String, Value>,
+    ) -> Self {
+        let callback = dir.into().map(|dir| SaveAfterFailure { dir, options });
+        self.callbacks.set(Order::SaveAfterFailure, callback);
+        self
     }
 
     /// Sets the data files, whose hashes checkpoints save: [`TrainerState::data_files`].

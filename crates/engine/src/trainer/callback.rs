@@ -123,6 +123,9 @@ pub trait Callback<M> {
         Ok(())
     }
 
+    /// Runs on a rank whose training ends with `error`, which may be the failure of another rank. Collectives fail then.
+    fn on_failure(&mut self, context: &mut TrainContext<M>, error: &anyhow::Error) {}
+
     /// Runs after the last step, unless the run fails. Callbacks run in the reverse of their order here: what starts
     /// first ends last. The final checkpoint is already saved, so a change of the model here is not in it.
     fn on_train_end(&mut self, context: &mut TrainContext<M>) -> Result<()> {

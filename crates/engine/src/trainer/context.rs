@@ -9,6 +9,7 @@ use std::time::Instant;
 use tch::Tensor;
 
 use super::exact_mean::StepCount;
+use super::last_step::LastStep;
 use super::loss::LossSum;
 use super::own_step::{OwnStep, Share};
 use super::{Criterion, Epoch, Step, TrainerOptions};
@@ -53,6 +54,8 @@ pub struct TrainContext<M> {
     pub(super) ended_by: Option<StopReason>,
     pub(super) state: TrainerState,
     pub(super) loss_sum: LossSum,
+    /// What can be saved if another rank fails.
+    pub(super) last_step: LastStep,
     /// What this rank's batches of the epoch that count for its loss count as, if the criterion counts.
     pub(super) counted: u64,
     /// What this rank's batches since the start of the epoch, or of its rest, count as.
@@ -90,6 +93,12 @@ impl<M> TrainContext<M> {
     /// Returns how many steps an epoch has after its first `samples_seen` samples.
     pub(super) fn steps_from(&self, samples_seen: usize) -> u64 {
         self.loader.num_batches_from(samples_seen).div_ceil(self.options.accumulate) as u64
+    }
+
+    /// Returns whether all steps of the epoch are made, and the epoch is not ended.
+    pub(super) fn is_at_epoch_end(&self) -> bool {
+        let TrainerState { epoch_steps, samples_seen, .. } = self.state;
+        epoch_steps > 0 && self.steps_from(samples_seen) == 0
     }
 
     /// Returns how many steps the whole run has, if nothing ends it early.
@@ -142,15 +151,6 @@ impl<M> TrainContext<M> {
     /// Returns this rank's samples in `count` batches of this step from batch `first`, by their indices in the data.
     pub(super) fn samples(&self, first: usize, count: usize) -> Result<Vec<usize>> {
         self.loader.samples(self.state.epoch, self.state.samples_seen, first, count)
-    }
-
-    /// Adds the losses of a step to the losses of the epoch.
-    pub(super) fn add_losses(&mut self, step: &Step) -> Result<()> {
-        self.counted += step.count() as u64;
-        for (batch, loss) in step.losses.iter().enumerate() {
-            self.loss_sum.add(loss, step.count_of(batch))?;
-        }
-        Ok(())
     }
 
     /// Counts the batches of a step as the criterion says.
@@ -269,9 +269,8 @@ pub(super) struct BufferSnapshot(Vec<(Tensor, Tensor)>);
 impl BufferSnapshot {
     /// Copies the buffers of `ddp`'s model.
     pub(super) fn of<M>(ddp: &DistributedDataParallel<M>) -> Result<Self> {
-        let buffers = ddp.state_dict().into_iter().filter(|(_, tensor)| !tensor.requires_grad());
-        let copy = |(_, tensor): (String, Tensor)| Ok((tensor.f_detach_copy()?, tensor));
-        buffers.map(copy).collect::<Result<_, _>>().map(Self).doing("copying buffers")
+        let copy = |buffer: &Tensor| Ok((buffer.f_detach_copy()?, buffer.shallow_clone()));
+        ddp.buffers().map(copy).collect::<Result<_, _>>().map(Self).doing("copying buffers")
     }
 
     /// Copies the former values back.

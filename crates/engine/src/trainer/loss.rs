@@ -101,6 +101,11 @@ impl LossSum {
     /// Returns this rank's sum; waits for the device.
     pub(super) fn sum(&self, group: &ProcessGroup) -> Result<f64> {
         group.synchronize()?;
+        self.value()
+    }
+
+    /// Returns this rank's sum, which must be on the CPU or complete.
+    pub(super) fn value(&self) -> Result<f64> {
         self.sum.f_double_value(&[0]).doing("reading the loss")
     }
 

@@ -10,6 +10,7 @@ mod context;
 mod criterion;
 mod exact_mean;
 mod find_non_finite;
+mod last_step;
 mod loss;
 mod options;
 mod own_step;
@@ -27,7 +28,7 @@ use crate::data::Batch;
 use crate::error::Result;
 use crate::models::Forward;
 use crate::operation::Operation;
-use callbacks::Callbacks;
+use callbacks::{Callbacks, Order};
 use own_step::Share;
 
 pub use crate::events::Epoch;
@@ -57,19 +58,34 @@ impl<M: Forward> Trainer<M> {
     /// The first error on any rank.
     #[inline(never)] // for `built_in_models`
     pub fn train(&mut self, max_epochs: u64) -> anyhow::Result<Summary> {
+        let summary = self.train_to_the_end(max_epochs);
+        if let Err(error) = &summary {
+            for (_, callback) in &mut self.callbacks.0 {
+                callback.on_failure(&mut self.context, error);
+            }
+        }
+        summary
+    }
+
+    fn train_to_the_end(&mut self, max_epochs: u64) -> anyhow::Result<Summary> {
         let context = &mut self.context;
         context.max_epochs = max_epochs.max(1);
         context.ended_by = None;
         if matches!(context.group().device(), Device::Cuda(_)) {
             context.warm_up()?;
         }
+        let saves = [Order::Checkpoints, Order::SaveAfterFailure];
+        context.begin_training(saves.iter().any(|order| self.callbacks.has(*order)))?;
         self.callbacks.each(|callback| callback.on_train_start(context))?;
         let (started, first_step) = (Instant::now(), context.state.step);
         let stopped = loop {
             if self.context.state.epoch >= self.context.max_epochs {
                 break None;
             }
-            if let Some(reason) = self.context.stopped() {
+            // A state that was saved after a failure may be at the end of an epoch that is not ended.
+            if !self.context.is_at_epoch_end()
+                && let Some(reason) = self.context.stopped()
+            {
                 break Some(reason);
             }
             self.run_epoch()?;
@@ -111,8 +127,14 @@ impl<M: Forward> Trainer<M> {
         }
         drop(batches); // frees their memory before the validation
         let Self { context, callbacks } = self;
+        context.last_step.epoch_end = Some(context.state.clone());
         let mut epoch = context.end_epoch(samples, started)?;
-        callbacks.each(|callback| callback.on_epoch_end(context, &mut epoch))
+        // A callback of the program may change the model.
+        context.last_step.is_whole = !callbacks.has(Order::User);
+        callbacks.each(|callback| callback.on_epoch_end(context, &mut epoch))?;
+        context.last_step.is_whole = true;
+        context.last_step.epoch_end = None;
+        Ok(())
     }
 
     /// Runs one step on the next of `batches`: forward, backward, average the gradients over the ranks, step the
@@ -131,6 +153,7 @@ impl<M: Forward> Trainer<M> {
         context.group().enter_phase(Operation::Data, index);
         let batches = batches.take(context.options.accumulate).collect::<Result<_>>()?;
         let mut step = Step::new(index, context.schedule.lr(epoch, index), batches, ends_epoch);
+        context.begin_step()?;
         callbacks.each(|callback| callback.on_step_start(context, &mut step))?;
         context.count_batches(&mut step)?;
         context.count_step_of_all_ranks(&step)?;
@@ -149,7 +172,9 @@ impl<M: Forward> Trainer<M> {
             context.check_own_step(averages)?;
         }
         callbacks.each(|callback| callback.on_after_backward(context, &mut step))?;
-        if !step.is_skipped() {
+        if step.is_skipped() {
+            context.take_back_losses(&step)?;
+        } else {
             context.add_losses(&step)?;
             context.group().next_phase(Operation::Optimizer);
             context.scaler.unscale_()?;
@@ -157,14 +182,21 @@ impl<M: Forward> Trainer<M> {
                 step.grad_norm = Some(context.ddp.clip_grad_norm(max_norm)?);
             }
             callbacks.each(|callback| callback.on_before_optimizer_step(context, &step))?;
-            let has_stepped = context.scaler.step(&mut *context.optimizer, step.lr)?;
+            context.last_step.is_whole = false;
+            let stepped = context.scaler.step(&mut *context.optimizer, step.lr);
+            // Ranks that share a model all step, or none does.
+            context.last_step.is_whole = stepped.is_err() && context.ddp.steps_at_once();
+            let has_stepped = stepped?;
             context.state.skipped_steps += u64::from(!has_stepped);
             context.scaler.update()?;
         }
         context.group().end_phase();
 
         context.count_step(&step);
+        context.last_step.buffers = None;
+        context.last_step.is_whole = !callbacks.has(Order::User);
         callbacks.each(|callback| callback.on_step_end(context, &step))?;
+        context.last_step.is_whole = true;
         Ok(step.num_samples())
     }
 
@@ -189,10 +221,15 @@ impl<M: Forward> Trainer<M> {
         if own_step.is_none() {
             callbacks
                 .each(|callback| callback.on_before_backward(context, step, batch, &mut loss))?;
-            context.backward(&loss)?;
         }
         context.makes_loss_nan = false;
         step.losses.push(loss);
+        if is_last {
+            context.record_losses(step)?;
+        }
+        if own_step.is_none() {
+            context.backward(&step.losses[batch])?;
+        }
         Ok(())
     }
 }

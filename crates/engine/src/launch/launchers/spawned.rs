@@ -1,5 +1,7 @@
 //! The variable of the processes that this program starts (`--spawn=processes`, `--max-restarts`).
 
+use std::path::PathBuf;
+
 use serde::{Deserialize, Serialize};
 
 use super::{Launch, LaunchKind, MasterEndpoint, Processes};
@@ -10,7 +12,7 @@ use crate::launch::Nproc;
 pub(in crate::launch) const PARENT_START: &str = "DDP_MP_SPAWNED";
 
 /// A start of a process by its parent.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(in crate::launch) struct ParentStart {
     /// The process's rank and the number of ranks; `None` for a process with all ranks as threads.
     pub rank: Option<[usize; 2]>,
@@ -20,6 +22,9 @@ pub(in crate::launch) struct ParentStart {
     pub restart_count: usize,
     /// How many times they are restarted at most.
     pub max_restarts: usize,
+    /// [`Launch::state_dir`].
+    #[serde(default)]
+    pub state_dir: Option<PathBuf>,
 }
 
 impl ParentStart {
@@ -31,7 +36,7 @@ impl ParentStart {
                 "{PARENT_START}: {why}; ddp-mp sets it for the processes that it starts: unset it"
             ))
         };
-        let Self { rank, port, restart_count, max_restarts } =
+        let Self { rank, port, restart_count, max_restarts, state_dir } =
             serde_json::from_str(text).map_err(|error| wrong(error.to_string()))?;
         let (addr, from) = ("127.0.0.1".into(), PARENT_START);
         let parent = MasterEndpoint { addr, from, port, agent_store: true };
@@ -40,6 +45,7 @@ impl ParentStart {
             parent: Some(parent.clone()),
             restart_count,
             max_restarts,
+            state_dir,
             ..Launch::local(nproc, reason)
         };
         let Some([index, count]) = rank else { return Ok(launch) };
@@ -77,18 +83,20 @@ mod tests {
     #[test]
     fn spawned_process_reads_the_variable_set_for_it() {
         let rank = Some([1, 3]);
-        let start = ParentStart { rank, port: 4000, restart_count: 1, max_restarts: 4 };
+        let (port, state_dir) = (4000, Some("/dev/shm/run".into()));
+        let start = ParentStart { rank, port, restart_count: 1, max_restarts: 4, state_dir };
         for nproc in [Nproc::Count(3), Nproc::Auto, Nproc::Gpu, Nproc::Cpu] {
             let launch = LaunchChoice::Local;
             let options =
                 LaunchOptions { launch, nnodes: Some(1), nproc, ..LaunchOptions::default() };
-            let launch = started(start, &options);
+            let launch = started(start.clone(), &options);
             assert_eq!(launch.kind, LaunchKind::Spawned);
             assert_eq!((launch.processes.index, launch.processes.count), (1, 3));
             assert_eq!((launch.processes.local_index, launch.processes.local_count), (1, 3));
             assert_eq!(launch.nproc, if nproc == Nproc::Cpu { nproc } else { Nproc::Count(1) });
             assert_eq!((launch.cores, launch.threads_per_rank), (Some(1), Some(2)));
             assert_eq!((launch.restart_count, launch.max_restarts), (1, 4));
+            assert_eq!(launch.state_dir, Some("/dev/shm/run".into()));
             let master = launch.master.unwrap();
             assert!(master.agent_store && launch.parent == Some(master.clone()));
             assert_eq!(master.to_string(), "127.0.0.1:4000");
@@ -97,7 +105,8 @@ mod tests {
 
     #[test]
     fn spawned_threads_are_a_local_launch_with_a_parent() {
-        let start = ParentStart { rank: None, port: 4000, restart_count: 2, max_restarts: 3 };
+        let (rank, port, state_dir) = (None, 4000, None);
+        let start = ParentStart { rank, port, restart_count: 2, max_restarts: 3, state_dir };
         let options = LaunchOptions { nproc: Nproc::Count(5), ..LaunchOptions::default() };
         let launch = started(start, &options);
         assert_eq!((launch.kind, launch.nproc), (LaunchKind::Local, Nproc::Count(5)));

@@ -8,7 +8,7 @@ mod running;
 use std::env;
 use std::io;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -103,6 +103,8 @@ pub struct SpawnProcesses<'a> {
     pub stops: bool,
     /// How many times the processes are restarted after a failure, at most.
     pub max_restarts: usize,
+    /// [`Launch::state_dir`](super::Launch::state_dir).
+    pub state_dir: Option<&'a Path>,
     /// Whether the process of rank 0 gets the terminal, to draw on it.
     pub lends_terminal: bool,
 }
@@ -269,7 +271,8 @@ impl Start<'_> {
         let mut command = this_program()?;
         command.args(env::args_os().skip(1)).stdin(Stdio::null()).process_group(0);
         let (restart_count, max_restarts) = (self.restart_count, self.spawn.max_restarts);
-        let mut start = ParentStart { rank: None, port, restart_count, max_restarts };
+        let state_dir = self.spawn.state_dir.map(PathBuf::from);
+        let mut start = ParentStart { rank: None, port, restart_count, max_restarts, state_dir };
         if let Children::Ranks(Placement { devices, threads_per_rank, .. }) = self.spawn.children {
             start.rank = Some([rank, devices.len()]);
             command.env("OMP_NUM_THREADS", threads_per_rank.to_string());
@@ -416,6 +419,7 @@ mod tests {
             grace_period: time,
             stops: true,
             max_restarts: 3,
+            state_dir: None,
             lends_terminal: false,
         };
         let store = TcpStore::serve("127.0.0.1", 0, time).unwrap();

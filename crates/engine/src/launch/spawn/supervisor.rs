@@ -121,6 +121,7 @@ impl Spawn {
         let world_size = self.world_size();
         let mut run = RunContext::new(world_size, self.timeout, self.fault.clone());
         run.local_ranks = self.joined_launch.ranks_here();
+        run.grace_period = self.joined_launch.grace_period;
         run.check_collectives = self.check_collectives;
         run.simulated_cluster = self.simulated_cluster.clone();
         let wanted = self.observers.wants();

@@ -19,7 +19,7 @@ mod mismatch;
 mod once;
 mod shared;
 
-pub(super) use barrier::InMemory;
+pub(crate) use barrier::InMemory;
 pub(super) use call_slot::CallSlot;
 pub(super) use common_stream::CommonStream;
 pub(super) use conflict::{Memory, TensorMemory};

@@ -34,7 +34,7 @@ impl Common {
     /// Returns the numbers: in the memory of the host, if the ranks are in several processes.
     pub(super) fn new(on_host: Option<&HostGroup>) -> Result<Self> {
         Ok(Self(match on_host {
-            Some(group) => group.numbers()?,
+            Some(group) => group.numbers(0)?,
             None => InMemory::of(Arc::default()),
         }))
     }

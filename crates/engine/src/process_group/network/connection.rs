@@ -10,10 +10,12 @@ use std::time::Duration;
 
 use crossbeam::channel::{Receiver, select_biased};
 use tch::Tensor;
+use zerocopy::little_endian::U64;
 
 use super::common::{Buffers, Common, Room};
 use super::header::{
-    ExchangeHeader, HEADER_BYTES, HEADER_INT_BYTES, HEADER_MAX_DATA_BYTES, StagingBuffers,
+    ExchangeHeader, HEADER_BYTES, HEADER_FIXED_BYTES, HEADER_INT_BYTES, HEADER_MAX_DATA_BYTES,
+    StagingBuffers, WireLosses,
 };
 use super::lost;
 use super::messages::{MessageListener, Messages};
@@ -24,7 +26,7 @@ use crate::ffi::{GlooCall, GlooGroup, TcpStore, TorchResult};
 use crate::operation::Operation;
 use crate::process_group::call::Call;
 use crate::process_group::dtype::num_bytes;
-use crate::process_group::local::{self, Host, HostGroup, Mailboxes};
+use crate::process_group::local::{self, Host, HostGroup, InMemory, Mailboxes};
 use crate::runtime::{Deadline, RunContext, StopRequest, format_call_site};
 
 /// More than this many bytes may not fit into a socket. Gloo's all_to_all begins to send before it asks for what it
@@ -295,6 +297,7 @@ impl Network {
     fn write_headers(&self, call: &Call, parts: &SplitSizes, inline: Option<&[usize]>) {
         let message = self.stop.get().map(|stop| stop.message()).unwrap_or_default();
         let (sequence, fingerprint) = (call.sequence, call.fingerprint());
+        let losses = self.own_losses();
         let headers: *mut u8 = self.staging.headers[0].data_ptr().cast();
         let send: *mut u8 = self.staging.parts()[0].data_ptr().cast();
         for process in self.others() {
@@ -306,12 +309,26 @@ impl Network {
             unsafe {
                 let header_at = headers.add(process * HEADER_BYTES);
                 header_at.cast::<[u8; HEADER_INT_BYTES]>().write(header);
+                header_at.add(HEADER_INT_BYTES).cast::<WireLosses>().write(losses);
                 if let Some(offsets) = inline {
                     let part = send.add(offsets[process]);
-                    part.copy_to_nonoverlapping(header_at.add(HEADER_INT_BYTES), size);
+                    part.copy_to_nonoverlapping(header_at.add(HEADER_FIXED_BYTES), size);
                 }
             }
         }
+    }
+
+    /// Returns the losses of the ranks that this one uses the network for.
+    fn own_losses(&self) -> WireLosses {
+        let mut losses = WireLosses::default();
+        for (rank, losses) in self.map.here().zip(&mut losses) {
+            let record = match &self.on_host {
+                Some(group) => group.losses(rank).ok().flatten(),
+                None => Some(InMemory::of(self.run.loss_records[self.members[rank]].clone())),
+            };
+            *losses = record.map_or([0; 3], |record| record.newest()).map(U64::new);
+        }
+        losses
     }
 
     fn read_headers(
@@ -328,9 +345,10 @@ impl Network {
         let (mut uneven, mut different) = (None, Vec::new());
         for process in self.others() {
             // SAFETY: the tensor has a header for each process, and Gloo has finished with it.
-            let (header_at, header) = unsafe {
+            let (header_at, header, losses) = unsafe {
                 let header_at = headers.add(process * HEADER_BYTES);
-                (header_at, header_at.cast::<[u8; HEADER_INT_BYTES]>().read())
+                let losses = header_at.add(HEADER_INT_BYTES).cast::<WireLosses>().read();
+                (header_at, header_at.cast::<[u8; HEADER_INT_BYTES]>().read(), losses)
             };
             let header = ExchangeHeader::from_bytes(process, &header)?;
             if [header.sequence, header.fingerprint] != [call.sequence, fingerprint] {
@@ -339,6 +357,9 @@ impl Network {
                 uneven.get_or_insert((process, header.size as usize));
             }
             let fits = different.is_empty() && uneven.is_none();
+            for (rank, losses) in self.map.processes[process].clone().zip(losses) {
+                self.run.loss_records[self.members[rank]].receive(losses.map(U64::get));
+            }
             if let Some(stop) = self.stop.get() {
                 stop.merge(process == 0, header.stop);
             }
@@ -347,7 +368,7 @@ impl Network {
                 unsafe {
                     let part = receive.add(offsets[process]);
                     part.copy_from_nonoverlapping(
-                        header_at.add(HEADER_INT_BYTES),
+                        header_at.add(HEADER_FIXED_BYTES),
                         parts.from[process],
                     );
                 }

@@ -23,8 +23,15 @@ type WireNumbers = [U64; 6];
 /// Bytes of the numbers in a header.
 pub(super) const HEADER_INT_BYTES: usize = size_of::<WireNumbers>();
 
+/// The losses of the first ranks of a process, as [`LossRecord::newest`](crate::runtime::LossRecord) returns them. They
+/// follow the numbers of a header.
+pub(super) type WireLosses = [[U64; 3]; 8];
+
+/// Bytes at the beginning of a header, before the part that travels inside.
+pub(super) const HEADER_FIXED_BYTES: usize = HEADER_INT_BYTES + size_of::<WireLosses>();
+
 /// Size in bytes of the largest part that travels inside a header.
-pub(super) const HEADER_MAX_DATA_BYTES: usize = HEADER_BYTES - HEADER_INT_BYTES;
+pub(super) const HEADER_MAX_DATA_BYTES: usize = HEADER_BYTES - HEADER_FIXED_BYTES;
 
 /// The numbers of a header.
 #[derive(Debug, Clone, Copy, PartialEq)]

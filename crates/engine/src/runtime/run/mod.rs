@@ -15,8 +15,8 @@ use super::primitives::{
     current, park, park_timeout, yield_now,
 };
 use super::{
-    CancelToken, Deadline, Failure, Fault, FlightRecorder, Instant, PeerStatus, RemoteSnapshots,
-    SimulatedCluster, Watchdog,
+    CancelToken, Deadline, Failure, Fault, FlightRecorder, Instant, LossRecord, PeerStatus,
+    RemoteSnapshots, SimulatedCluster, Watchdog,
 };
 use crate::error::{Error, MissingRank, Result, Suspects};
 use crate::operation::{OpId, Operation};
@@ -82,6 +82,10 @@ pub(crate) struct RunContext {
     pub cancel: CancelToken,
     /// One entry per rank.
     pub activity: Box<[CachePadded<Activity>]>,
+    /// The losses of this process's ranks, which outlive a rank's failure. One entry per rank of the run.
+    pub loss_records: Box<[Arc<LossRecord>]>,
+    /// The number of steps in the newest state that a rank of this process saves, or has saved, after a failure.
+    pub saved_after_failure: AtomicU64,
     /// The operations of this process's ranks.
     pub flight_recorder: FlightRecorder,
     /// The operations of other processes' ranks, as of the last [`RunContext::refresh_peers`].
@@ -103,6 +107,8 @@ pub(crate) struct RunContext {
     pub(super) watchdog: Watchdog,
     /// The timeout of a rank's wait for other ranks.
     pub timeout: Duration,
+    /// How long ranks may take to end after a failure.
+    pub grace_period: Duration,
     /// The planned fault, if any.
     pub fault: Option<Fault>,
     /// Whether to compare the ranks' calls even with backends that do not require it.
@@ -125,6 +131,8 @@ impl RunContext {
         Self {
             cancel: CancelToken::default(),
             activity: (0..world_size).map(|_| CachePadded::default()).collect(),
+            loss_records: (0..world_size).map(|_| Arc::default()).collect(),
+            saved_after_failure: AtomicU64::default(),
             flight_recorder: FlightRecorder::new(world_size, ENTRIES),
             remote_snapshots: RemoteSnapshots::default(),
             groups: Mutex::new(BTreeMap::from([(0, (0..world_size).collect())])),
@@ -136,6 +144,7 @@ impl RunContext {
             simulated_cluster: None,
             watchdog: Watchdog::default(),
             timeout,
+            grace_period: timeout,
             fault,
             check_collectives: false,
             failures: Mutex::default(),

@@ -75,6 +75,13 @@ impl<M> Callback<M> for Checkpoints {
         self.save_if(is_best || is_due(self.every.epochs, state.epoch), context)
     }
 
+    /// Completes the checkpoint that is being written.
+    fn on_failure(&mut self, _: &mut TrainContext<M>, _: &anyhow::Error) {
+        if let Some(writer) = &mut self.writer {
+            let _ = writer.finish(); // the run's own error is the one to report
+        }
+    }
+
     /// Saves the final state, and waits until it is written.
     fn on_train_end(&mut self, context: &mut TrainContext<M>) -> Result<()> {
         self.save(context)?;
@@ -130,22 +137,32 @@ impl Checkpoints {
         let is_needed = group.rank() == 0 || context.ddp.partitions_optimizer();
         let optimizer = if is_needed { context.optimizer.state()? } else { Vec::new() };
         if let (Some(loss_sums), Some(writer)) = (loss_sums, &mut self.writer) {
-            let state = TrainerState {
-                loss_sums,
-                counts,
-                world_size: group.world_size(),
-                num_samples: context.loader.dataset_len(),
-                batch_size: context.loader.batch_size(),
-                max_epochs: context.max_epochs.max(context.state.epoch),
-                total_steps: context.total_steps().max(step),
-                scaler: context.scaler.state(),
-                options: self.options.clone(),
-                ..context.state.clone()
-            };
+            let state = TrainerState { loss_sums, counts, ..context.state.clone() };
+            let state = context.with_run(state, &self.options);
             writer.save(Snapshot::take(state, &context.ddp.state_dict(), optimizer)?)?;
             context.tell_on_rank_0(|| Event::Checkpoint { step })?;
         }
         group.end_phase();
         Ok(())
+    }
+}
+
+impl<M> TrainContext<M> {
+    /// Returns `state` with what is the same for the whole run.
+    pub(super) fn with_run(
+        &self,
+        state: TrainerState,
+        options: &Map<String, Value>,
+    ) -> TrainerState {
+        TrainerState {
+            world_size: self.group().world_size(),
+            num_samples: self.loader.dataset_len(),
+            batch_size: self.loader.batch_size(),
+            max_epochs: self.max_epochs.max(state.epoch),
+            total_steps: self.total_steps().max(state.step),
+            scaler: self.scaler.state(),
+            options: options.clone(),
+            ..state
+        }
     }
 }

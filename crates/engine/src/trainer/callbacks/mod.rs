@@ -7,6 +7,7 @@ mod fingerprints;
 mod kept_tensors;
 mod non_finite;
 mod replica_check;
+mod save_after_failure;
 mod validation;
 mod weight_probe;
 
@@ -23,6 +24,7 @@ pub use kept_tensors::KeepTensors;
 pub(super) use kept_tensors::KeptTensors;
 pub(super) use non_finite::NonFiniteGuard;
 pub(super) use replica_check::ReplicaCheck;
+pub(super) use save_after_failure::SaveAfterFailure;
 pub(super) use validation::Validation;
 pub(super) use weight_probe::WeightProbe;
 
@@ -49,6 +51,8 @@ pub(super) enum Order {
     /// After callbacks that may change the model in a step or at the end of an epoch. At the end of training it saves
     /// first.
     Checkpoints,
+    /// After the callback that may still write a checkpoint.
+    SaveAfterFailure,
 }
 
 /// The configured callbacks of a trainer.
@@ -67,6 +71,11 @@ impl<M> Callbacks<M> {
         if let Some(callback) = callback {
             self.add(order, callback);
         }
+    }
+
+    /// Returns whether there is a callback of this order.
+    pub(super) fn has(&self, order: Order) -> bool {
+        self.0.iter().any(|(other, _)| *other == order)
     }
 
     /// Calls `call` with each callback, in their order, until one returns an error.

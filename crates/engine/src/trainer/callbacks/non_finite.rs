@@ -4,28 +4,19 @@ use anyhow::Result;
 
 use crate::models::Forward;
 use crate::optim::{FlatBuffer, GradState, average_gradients};
-use crate::trainer::context::BufferSnapshot;
 use crate::trainer::find_non_finite::first_nonfinite;
 use crate::trainer::{Callback, Step, TrainContext};
 
 /// Guards parameters against values that are not finite.
-#[derive(Debug, Default)]
-pub(in crate::trainer) struct NonFiniteGuard {
-    /// The buffers before the step; `None` if the step is never skipped.
-    buffers: Option<BufferSnapshot>,
-}
+#[derive(Debug)]
+pub(in crate::trainer) struct NonFiniteGuard;
 
 impl<M: Forward> Callback<M> for NonFiniteGuard {
-    fn on_step_start(&mut self, context: &mut TrainContext<M>, _: &mut Step) -> Result<()> {
-        if context.checks_gradients() {
-            self.buffers = Some(BufferSnapshot::of(&context.ddp)?);
-        }
-        Ok(())
-    }
-
     /// Skips the step if the averaged gradients are not finite. They are the same on all ranks, so all decide alike.
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
-        let Some(snapshot) = self.buffers.take() else { return Ok(()) };
+        if !context.checks_gradients() {
+            return Ok(());
+        }
         let buffers = context.ddp.flat_buffers();
         average_gradients(&buffers)?;
         context.group().synchronize()?; // this wait ends if another rank fails; so do those below
@@ -39,6 +30,9 @@ impl<M: Forward> Callback<M> for NonFiniteGuard {
             return Err(context.find_cause(&step.batches, &buffers)?.into());
         }
         step.skip();
-        Ok(snapshot.restore()?)
+        match context.last_step.buffers.take() {
+            Some(buffers) => Ok(buffers.restore()?),
+            None => Ok(()),
+        }
     }
 }

@@ -17,7 +17,7 @@ use crate::ffi::store::Gathered;
 use crate::operation::Operation;
 use crate::process_group::call::Call;
 use crate::process_group::network::ProcessMap;
-use crate::runtime::{RunContext, StopRequest};
+use crate::runtime::{LossRecord, RunContext, StopRequest};
 
 /// The room for tensors of each rank, in bytes. Larger ones go through it in pieces.
 pub(super) const STAGING: usize = 1 << 20;
@@ -43,7 +43,8 @@ pub(crate) struct HostGroup {
     _own: Vec<Allocation>,
 }
 
-/// Numbers in the block of the first rank of a host. Memory of zeros is a valid one.
+/// Numbers in the block of a rank. Only the first rank of a host uses `stop` and `offsets`. Memory of zeros is a valid
+/// one.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(crate) struct HostNumbers {
@@ -51,6 +52,8 @@ pub(crate) struct HostNumbers {
     pub stop: [AtomicU64; 3],
     /// The offsets of the send buffer and the receive buffer in the memory of the host's first process.
     pub offsets: [AtomicU64; 2],
+    /// The losses of this block's rank.
+    losses: LossRecord,
 }
 
 /// Where a rank's block is: the process whose memory it is in, and its first byte.
@@ -114,15 +117,28 @@ impl HostGroup {
         Ok(Some((hosts, Some(group))))
     }
 
-    /// Returns the numbers that all ranks of the host see, which are zeros at first.
+    /// Returns the numbers in the block of `rank`, which all ranks of the host see, and which are zeros at first.
     ///
     /// # Errors
     /// As [`Self::address`].
-    pub(crate) fn numbers(&self) -> Result<InMemory<HostNumbers>> {
-        let pointer = NonNull::new(self.in_block(0, self.cell.numbers())?.cast::<HostNumbers>());
+    pub(crate) fn numbers(&self, rank: usize) -> Result<InMemory<HostNumbers>> {
+        let pointer = NonNull::new(self.in_block(rank, self.cell.numbers())?.cast::<HostNumbers>());
         let pointer = pointer.ok_or_else(not_a_block)?;
-        // SAFETY: the block of the first rank has zeros there at first, and its memory exists as long as the host.
+        // SAFETY: the block has zeros there at first, and its memory exists as long as the host.
         Ok(unsafe { InMemory::at(pointer, self.host.clone()) })
+    }
+
+    /// Returns where the group rank `rank` records its losses; `None` if it is on another host.
+    ///
+    /// # Errors
+    /// As [`Self::address`].
+    pub(crate) fn losses(&self, rank: usize) -> Result<Option<InMemory<LossRecord>>> {
+        if !(self.first..self.first + self.blocks.len()).contains(&rank) {
+            return Ok(None);
+        }
+        let record = NonNull::from(&self.numbers(rank - self.first)?.losses);
+        // SAFETY: the numbers have a valid record, and their memory exists as long as the host.
+        Ok(Some(unsafe { InMemory::at(record, self.host.clone()) }))
     }
 
     /// Returns whether this process has the first rank of the host.

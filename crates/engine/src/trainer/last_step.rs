@@ -1,0 +1,133 @@
+//! The last whole step of a rank: what the rank keeps while it makes the next one, and the state that it can save if another
+//! rank fails meanwhile.
+
+use super::TrainContext;
+use super::context::BufferSnapshot;
+use super::find_non_finite::first_nonfinite;
+use super::step::Step;
+use crate::checkpoint::TrainerState;
+use crate::error::{Error, Result};
+use crate::process_group::InMemory;
+use crate::runtime::{LossRecord, RecordedLosses};
+
+/// What a rank keeps of its last whole step.
+#[derive(Debug, Default)]
+pub(super) struct LastStep {
+    /// Where this rank records its losses; `None` unless its state can be saved after a failure.
+    record: Option<InMemory<LossRecord>>,
+    /// Whether parameters and optimizer are those after the steps that [`TrainContext::state`] counts. They are not while
+    /// the optimizer steps.
+    pub is_whole: bool,
+    /// The buffers before the next step, whose forward pass changes them.
+    pub buffers: Option<BufferSnapshot>,
+    /// The losses before the next step, once those of that step are added.
+    losses: Option<RecordedLosses>,
+    /// The progress before the end of the epoch that is being ended.
+    pub epoch_end: Option<TrainerState>,
+}
+
+impl<M> TrainContext<M> {
+    /// Prepares this rank to save its state if another rank fails. `saves`: whether there are checkpoints.
+    pub(super) fn begin_training(&mut self, saves: bool) -> Result<()> {
+        let group = self.ddp.group();
+        // Each rank with a partition of the optimizer has a part of the state only.
+        let can_save =
+            saves && group.device() == tch::Device::Cpu && !self.ddp.partitions_optimizer();
+        let record = can_save.then(|| group.loss_record(group.rank())).transpose()?;
+        record.iter().for_each(|record| record.clear());
+        self.last_step = LastStep { record, is_whole: true, ..LastStep::default() };
+        Ok(())
+    }
+
+    /// Keeps what the next step changes before its end.
+    pub(super) fn begin_step(&mut self) -> Result<()> {
+        if self.last_step.record.is_some() || self.checks_gradients() {
+            self.last_step.buffers = Some(BufferSnapshot::of(&self.ddp)?);
+        }
+        self.last_step.losses = None;
+        Ok(())
+    }
+
+    /// Adds the losses of a step to the losses of the epoch, unless [`record_losses`](Self::record_losses) has added them.
+    pub(super) fn add_losses(&mut self, step: &Step) -> Result<()> {
+        if self.last_step.losses.is_some() {
+            return Ok(());
+        }
+        self.counted += step.count() as u64;
+        for (batch, loss) in step.losses.iter().enumerate() {
+            self.loss_sum.add(loss, step.count_of(batch))?;
+        }
+        Ok(())
+    }
+
+    /// Adds the losses of a step before its gradients are averaged, and records the sum: if this rank fails, those who have
+    /// the averages need it.
+    pub(super) fn record_losses(&mut self, step: &Step) -> Result<()> {
+        let Some(record) = self.last_step.record.take() else { return Ok(()) };
+        let before = self.losses()?;
+        self.add_losses(step)?;
+        record.write(step.index + 1, self.losses()?);
+        self.last_step.losses = Some(before);
+        self.last_step.record = Some(record);
+        Ok(())
+    }
+
+    /// Takes back the losses of a step that is skipped, if they are added.
+    pub(super) fn take_back_losses(&mut self, step: &Step) -> Result<()> {
+        let LastStep { record: Some(record), losses: Some(before), .. } = &self.last_step else {
+            return Ok(());
+        };
+        record.write(step.index + 1, *before);
+        self.counted = before.counted;
+        self.loss_sum.set_sum(before.sum)
+    }
+
+    fn losses(&self) -> Result<RecordedLosses> {
+        Ok(RecordedLosses { sum: self.loss_sum.value()?, counted: self.counted })
+    }
+
+    /// Returns the progress after the last whole step, with the losses of all ranks, to be saved after the failure of another
+    /// rank. The parameters, the optimizer and, after this, the buffers are of that step.
+    ///
+    /// # Errors
+    /// The reason why it cannot be saved.
+    pub(super) fn restore_last_step(&mut self) -> Result<TrainerState, String> {
+        let text = |error: Error| error.to_string();
+        if self.group().device() != tch::Device::Cpu {
+            return Err("ranks on GPUs save nothing then".into());
+        }
+        if self.ddp.partitions_optimizer() {
+            return Err("each rank has a partition of the optimizer's state only".into());
+        }
+        let mut state = self.last_step.epoch_end.take().unwrap_or_else(|| self.state.clone());
+        let mut counts = Vec::new();
+        for rank in 0..self.group().world_size() {
+            let losses = self.losses_of(rank, &state).map_err(text)?.ok_or_else(|| {
+                format!(
+                    "the losses of rank {rank}, which are part of the state, are not known here"
+                )
+            })?;
+            state.loss_sums.push(losses.sum);
+            counts.push(losses.counted);
+        }
+        if self.criterion.has_count() {
+            state.counts = counts;
+        }
+        let parameters = first_nonfinite(&self.ddp.flat_buffers(), |buffer| &buffer.parameters);
+        if let Some(name) = parameters.map_err(text)? {
+            return Err(format!("the parameter `{name}` is not finite"));
+        }
+        if let Some(buffers) = self.last_step.buffers.take() {
+            buffers.restore().map_err(text)?;
+        }
+        Ok(state)
+    }
+
+    /// Returns the losses of `rank` up to `state`; `None` if they are not known.
+    fn losses_of(&self, rank: usize, state: &TrainerState) -> Result<Option<RecordedLosses>> {
+        if state.epoch_steps == 0 {
+            return Ok(Some(RecordedLosses { sum: 0.0, counted: 0 }));
+        }
+        Ok(self.group().loss_record(rank)?.read(state.step))
+    }
+}
