@@ -1,7 +1,7 @@
 //! N ranks give one answer, wherever they run: as threads, as processes, and as processes that share no memory, as those of
 //! several hosts do.
 
-use std::process::Stdio;
+use std::process::{Output, Stdio};
 
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -18,8 +18,8 @@ const LAYOUTS: [(&[usize], &str); 5] = [
     (&[1, 1, 2], "--shared-memory=off"),
 ];
 
-/// Returns the hash of the parameters after a run of `options` in a layout.
-fn hash_in((counts, how): (&[usize], &str), options: &[&str]) -> String {
+/// Runs the program with `options` in a layout. Returns what each host's process has printed.
+pub(crate) fn run_in((counts, how): (&[usize], &str), options: &[&str]) -> Vec<Output> {
     let port = format!("--master-port={}", free_port());
     let (nnodes, at) = (format!("--nnodes={}", counts.len()), "--master-addr=127.0.0.1");
     let start = |(host, count): (usize, &usize)| {
@@ -30,7 +30,12 @@ fn hash_in((counts, how): (&[usize], &str), options: &[&str]) -> String {
         let args = [options, hosts, &[&ranks, how, "--log-format=json"]].concat();
         program(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
-    let ended = join(counts.iter().enumerate().map(start).collect());
+    join(counts.iter().enumerate().map(start).collect())
+}
+
+/// Returns the hash of the parameters after a run of `options` in a layout.
+fn hash_in((counts, how): (&[usize], &str), options: &[&str]) -> String {
+    let ended = run_in((counts, how), options);
     for host in &ended {
         assert!(host.status.success(), "{counts:?}: {}", String::from_utf8_lossy(&host.stderr));
     }

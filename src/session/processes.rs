@@ -112,7 +112,7 @@ fn restarts_from(config: &Config, state: Option<&TempDir>) -> String {
             format!("from the start of the run, because {} has no checkpoint", dir.shown())
         }
         (_, None) => {
-            "from the beginning, because no rank could save the state after the failure, and nothing is saved before \
+            "from the beginning, because no rank has saved the state after the failure, and nothing is saved before \
              without --checkpoint-dir"
                 .into()
         }

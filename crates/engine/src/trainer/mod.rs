@@ -19,13 +19,14 @@ mod step;
 mod summary;
 mod warm_up;
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Instant;
 
 use tch::Device;
 
 use crate::checkpoint::TrainerState;
 use crate::data::Batch;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::models::Forward;
 use crate::operation::Operation;
 use callbacks::{Callbacks, Order};
@@ -58,13 +59,22 @@ impl<M: Forward> Trainer<M> {
     /// The first error on any rank.
     #[inline(never)] // for `built_in_models`
     pub fn train(&mut self, max_epochs: u64) -> anyhow::Result<Summary> {
-        let summary = self.train_to_the_end(max_epochs);
-        if let Err(error) = &summary {
+        let trained = catch_unwind(AssertUnwindSafe(|| self.train_to_the_end(max_epochs)));
+        // Forward passes, which return no errors, throw them.
+        let trained =
+            trained.or_else(|panic| panic.downcast().map(|error: Box<Error>| Err((*error).into())));
+        let panicked = anyhow::Error::msg("this rank has panicked");
+        let failure = match &trained {
+            Ok(Ok(_)) => None,
+            Ok(Err(error)) => Some(error),
+            Err(_) => Some(&panicked),
+        };
+        if let Some(error) = failure {
             for (_, callback) in &mut self.callbacks.0 {
                 callback.on_failure(&mut self.context, error);
             }
         }
-        summary
+        trained.unwrap_or_else(|panic| resume_unwind(panic))
     }
 
     fn train_to_the_end(&mut self, max_epochs: u64) -> anyhow::Result<Summary> {

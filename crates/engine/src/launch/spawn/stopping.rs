@@ -45,8 +45,8 @@ impl<'a> Stopping<'a> {
         let hangs = |rank: &usize| !now(*rank).operation.may_wait() && !run.is_done(*rank);
         let rank = (0..run.activity.len()).find(hangs).unwrap_or_default();
         let error = format!(
-            "{} requested a stop, but no rank made progress for {grace_period:?} (--grace-period), so nothing more was \
-             saved; find out what delays this rank, or raise --grace-period",
+            "{} requested a stop, but no rank made progress for {grace_period:?} (--grace-period), so the run ends in \
+             the middle of a step; find out what delays this rank, or raise --grace-period",
             self.reason.name()
         );
         let stopped = Some(self.reason);

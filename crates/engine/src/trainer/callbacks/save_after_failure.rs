@@ -20,8 +20,11 @@ pub(in crate::trainer) struct SaveAfterFailure {
 
 impl<M> Callback<M> for SaveAfterFailure {
     fn on_failure(&mut self, context: &mut TrainContext<M>, error: &anyhow::Error) {
-        let mut causes = error.chain().filter_map(|cause| cause.downcast_ref());
-        if causes.any(Error::waited_in_vain) {
+        let causes = || error.chain().filter_map(|cause| cause.downcast_ref());
+        let is_left = causes().any(Error::waited_in_vain);
+        // The only rank has the whole state, too.
+        let is_alone = context.group().world_size() == 1;
+        if is_left || is_alone && !causes().any(|cause| matches!(cause, Error::Save { .. })) {
             self.save(context);
         }
     }

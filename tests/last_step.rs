@@ -1,0 +1,221 @@
+//! A failure costs no step: the ranks that are left save the state of the last whole step, and the run goes on from there.
+
+use std::fs;
+use std::sync::Arc;
+
+use ddp_mp::checkpoint::{Checkpoint, CheckpointDir};
+use ddp_mp::data::{DataLoader, DistributedSampler, Targets, TensorDataset};
+use ddp_mp::models::ModelConfig;
+use ddp_mp::optim::{Optimizer, Schedule, Sgd, SgdOptions};
+use ddp_mp::trainer::{Callback, Loss, SaveEvery, Step, TrainContext, Trainer};
+use ddp_mp::{DdpOptions, DistributedDataParallel};
+use proptest::prelude::*;
+use proptest::sample::select;
+use serde_json::Value;
+
+use crate::harness::{
+    in_parallel, last_event, program_under, run_command, run_end, runs_every_case, some_of,
+    try_ranks,
+};
+use crate::layouts::run_in;
+use crate::spawn_processes::events;
+
+/// Options, each with other things that belong to the state.
+const OPTIONS: [&str; 10] = [
+    "--model=linear --momentum=0.9",
+    "--model=mlp --optimizer=adamw",
+    "--model=mlp --max-grad-norm=0.5 --schedule=cosine",
+    "--model=cnn --in-features=64 --momentum=0.9",
+    "--model=cnn --in-features=64 --sync-batch-norm --skip-nonfinite=3",
+    "--model=mlp --amp=fp16 --optimizer=adamw",
+    "--model=mlp --amp=bf16 --grad-accum-steps=2",
+    "--model=mlp --val-fraction=0.2 --patience=9",
+    "--exact-mean --num-samples=501",
+    "--model=mlp --share-model --optimizer=adamw",
+];
+
+const RUN: &str = "--max-epochs=2 --batch-size=16 --num-samples=512 --seed=3";
+
+/// The flags of a run with `options`, whose own values come last.
+fn flags(options: &str) -> Vec<&str> {
+    let own = |flag: &&str| {
+        let name = flag.split('=').next().unwrap();
+        flag.is_empty() || !options.contains(&format!("{name}="))
+    };
+    RUN.split_whitespace().filter(own).chain(options.split_whitespace()).collect()
+}
+
+/// What training comes to: the hash, the loss, and the number of steps.
+fn result(end: &Value) -> [Value; 3] {
+    ["parameters_hash", "loss", "steps"].map(|key| end[key].clone())
+}
+
+fn cases() -> u32 {
+    if runs_every_case() { 40 } else { 5 }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
+
+    /// Long: it waits for a time-out.
+    #[test]
+    fn restart_repeats_no_step_but_the_failed_one(
+        options in select(&OPTIONS[..]), ranks in 2..4_usize, rank in 0..3_usize, step in any::<u64>(),
+        (kind, spawn) in select(vec![
+            ("error", "--spawn=threads"), ("panic", "--spawn=threads"), ("stall", "--spawn=threads"),
+            ("error", "--spawn=processes"), ("panic", "--spawn=processes"), ("kill", "--spawn=processes"),
+            ("stall", "--spawn=processes"),
+        ]),
+        in_memory in any::<bool>(),
+    ) {
+        // Processes have no common model.
+        let spawn = if options.contains("share") { "--spawn=threads" } else { spawn };
+        let kind = if spawn == "--spawn=threads" && kind == "kill" { "error" } else { kind };
+        let nproc = format!("--nproc-per-node={ranks}");
+        let folder = tempfile::tempdir().unwrap();
+        let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
+        let timeout = if kind == "stall" { "--timeout=8s" } else { "--timeout=50s" };
+        let whole = [&flags(options)[..], &[&nproc]].concat();
+        let expected = run_end(&whole);
+        let step = 1 + step % (expected["steps"].as_u64().unwrap() - 1);
+        let fault = format!("--inject-fault={kind}:rank={},at=step,step={step}", rank % ranks);
+        let more = [spawn, "--max-restarts=1", "--grace-period=2s", timeout, &fault, &dir];
+        let more = &more[..more.len() - usize::from(in_memory)];
+        let (code, events, stderr) = events(&[&whole[..], more].concat());
+        let what = format!("{more:?} {whole:?}: {stderr}");
+        prop_assert_eq!(code, Some(0), "{}", &what);
+        prop_assert_eq!(result(events.last().unwrap()), result(&expected), "{}", &what);
+        // A rank has saved this step, unless an epoch has ended with it and it was saved then.
+        let told = format!("restart 1 of 1, from step #{step}: rank ");
+        let resumed = format!("/step-{step:08}: epoch ");
+        prop_assert!(stderr.contains(&told) || !in_memory, "{}", &what);
+        prop_assert!(stderr.contains(&resumed), "{}", &what);
+    }
+}
+
+/// Long: it runs several hosts' processes.
+#[test]
+fn hosts_that_are_left_save_the_step_for_any_layout() {
+    let hosts: [(&[usize], usize); 3] = [(&[2, 2], 0), (&[2, 2], 3), (&[1, 1, 2], 1)];
+    for (counts, killed) in some_of(hosts, 1) {
+        for options in some_of(["--model=cnn --in-features=64", "--model=mlp --optimizer=adamw"], 1)
+        {
+            let folder = tempfile::tempdir().unwrap();
+            let dir = format!("--checkpoint-dir={}", folder.path().join("run").display());
+            let fault = format!("--inject-fault=kill:rank={killed},at=step,step=7");
+            let whole = flags(options);
+            let ended =
+                run_in((counts, "--shared-memory=off"), &[&whole[..], &[&dir, &fault]].concat());
+            let stderr: String =
+                ended.iter().map(|host| String::from_utf8_lossy(&host.stderr)).collect();
+            assert!(stderr.contains(" has saved the state after 7 steps"), "{counts:?}: {stderr}");
+            let resume = [&whole[..], &[&dir, "--resume=auto"]].concat();
+            let resumed = &run_in((&[4], "--spawn=threads"), &resume)[0];
+            let stderr = String::from_utf8_lossy(&resumed.stderr);
+            assert!(stderr.contains("step-00000007: epoch 0, step 7"), "{stderr}");
+            let end = last_event(std::str::from_utf8(&resumed.stdout).unwrap());
+            let nproc = [&whole[..], &["--nproc-per-node=4"]].concat();
+            assert_eq!(result(&end), result(&run_end(&nproc)), "{counts:?} {options}: {stderr}");
+        }
+    }
+}
+
+/// Fails at the end of a step.
+struct Fails {
+    at: Option<u64>,
+}
+
+impl<M> Callback<M> for Fails {
+    fn on_step_end(&mut self, _: &mut TrainContext<M>, step: &Step) -> anyhow::Result<()> {
+        anyhow::ensure!(Some(step.index) != self.at, "this rank fails");
+        Ok(())
+    }
+}
+
+/// The other rank has begun to end the epoch, whose mean loss takes a collective.
+#[test]
+fn failure_at_the_end_of_an_epoch_loses_neither_its_loss_nor_its_validation() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = CheckpointDir::create(&folder.path().join("run"), 9).unwrap();
+    let data = Arc::new(TensorDataset::random(66, 20, Targets::Values(1), 1).unwrap());
+    let train = |dir: Option<&CheckpointDir>, fails_at, from: Option<Checkpoint>| {
+        let (dir, data, from) = (dir.cloned(), data.clone(), from.map(Arc::new));
+        try_ranks(2, move |rank, group| {
+            let (vs, model) = ModelConfig::default().build(rank.device(), 0)?;
+            if let Some(from) = &from {
+                from.load_model(&vs)?;
+            }
+            let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+            let sgd: Box<dyn Optimizer> =
+                Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
+            let loader = || {
+                let sampler = DistributedSampler::new(data.len(), 2, rank.rank())?;
+                DataLoader::new(data.clone(), sampler, 8, rank.device())
+            };
+            let mut trainer =
+                Trainer::new(ddp, sgd, Schedule::constant(0.01), loader()?, Loss::Mse)?
+                    .validation(loader()?, 1)
+                    .checkpoints(dir.clone(), SaveEvery::default(), Default::default());
+            if rank.rank() == 1 {
+                trainer = trainer.callback(Fails { at: fails_at });
+            }
+            if let Some(from) = &from {
+                trainer.resume(from)?;
+            }
+            trainer.train(3)?;
+            Ok((trainer.state().clone(), trainer.ddp().parameters_hash()?))
+        })
+    };
+    let [(mut whole, hash), _] = train(None, None, None).unwrap().try_into().unwrap();
+    let error = train(Some(&dir), Some(9), None).unwrap_err();
+    assert_eq!((error.failure.rank, whole.step), (1, 15), "{error}");
+    let saved = Checkpoint::read(&dir.newest().unwrap().unwrap()).unwrap();
+    let state = saved.state();
+    let place = (state.step, state.epoch, state.epoch_steps, state.samples_seen);
+    assert_eq!((place, state.after_failure), ((10, 1, 5, 66), Some(0)));
+    let [(mut resumed, resumed_hash), _] =
+        train(None, None, Some(saved)).unwrap().try_into().unwrap();
+    assert_eq!(resumed_hash, hash);
+    // The state has what the run was saved with, too.
+    for state in [&mut whole, &mut resumed] {
+        state.loss_sums.clear();
+        (state.world_size, state.num_samples, state.batch_size) = (0, 0, 0);
+        (state.max_epochs, state.total_steps, state.after_failure) = (0, 0, None);
+    }
+    assert_eq!(resumed, whole);
+}
+
+#[test]
+fn state_that_cannot_be_saved_is_named_and_older_checkpoints_stay() {
+    let [zero, full] =
+        ["--zero --nproc-per-node=2", "--nproc-per-node=2 --model=mlp --hidden=90,90"];
+    let cases = [
+        ("true", zero, "each rank has a partition of the optimizer's state only"),
+        ("ulimit -f 32", full, "File too large (os error 27)"),
+    ];
+    in_parallel(&cases, |&(limit, options, why)| {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = folder.path().join("run");
+        let save = format!("--checkpoint-dir={}", dir.display());
+        let fault = "--inject-fault=error:rank=1,at=step,step=5";
+        let args: Vec<&str> = options.split(' ').chain([fault, &*save]).collect();
+        let (code, _, stderr) = run_command(program_under(limit, &args));
+        assert_eq!(code, Some(1), "{stderr}");
+        let told = "rank 0 cannot save the state after 5 steps: ";
+        let line = stderr.lines().find(|line| line.contains(told)).unwrap_or(&stderr);
+        assert!(line.contains(why), "{stderr}");
+        let names: Vec<_> = fs::read_dir(&dir).unwrap().map(|it| it.unwrap().file_name()).collect();
+        assert_eq!(names, [".lock"], "{stderr}");
+    });
+}
+
+#[test]
+fn only_rank_that_fails_saves_its_state() {
+    let more =
+        ["--nproc-per-node=1", "--max-restarts=1", "--inject-fault=error:rank=0,at=step,step=9"];
+    let (code, events, stderr) = events(&[&flags("--model=mlp")[..], &more].concat());
+    assert_eq!(code, Some(0), "{stderr}");
+    let expected = run_end(&[&flags("--model=mlp")[..], &more[..1]].concat());
+    assert_eq!(result(events.last().unwrap()), result(&expected));
+    assert!(stderr.contains("restart 1 of 1, from step #9: rank 0 has saved"), "{stderr}");
+}
