@@ -218,6 +218,23 @@ LABELS = {
         "2. 它的第一个进程把和发给下一台机器，那里的 rank 接着相加。平均值再发回来。",
     ),
     "writes back": ("3. Each rank gets the mean of all gradients.", "3. 每个 rank 得到所有梯度的平均值。"),
+    # after-a-failure
+    "after-a-failure": ("Who holds what when a rank dies", "一个 rank 死掉时，谁手里有什么"),
+    "after-a-failure.desc": (
+        "Three ranks have the state after steps 0 to 39. In step 40 rank 1 dies, and ranks 0 and 2 wait for it in the "
+        "all-reduce. They still have that state. Rank 0 saves it. After the restart all three ranks begin step 40 from it.",
+        "三个 rank 都有第 0 到 39 步之后的状态。第 40 步里 rank 1 死掉，rank 0 和 rank 2 在 all-reduce 里等它，手里仍是那个状态。"
+        "rank 0 把它保存下来。重启之后，三个 rank 都从它开始第 40 步。",
+    ),
+    "after step": ("after step #39", "第 39 步之后"),
+    "in step": ("in step #40", "第 40 步之中"),
+    "first back": ("the first that is back", "最先回来的"),
+    "restart": ("the restart", "重启"),
+    "whole state": ("state", "状态"),
+    "waits": ("waits in all-reduce", "在 all-reduce 里等待"),
+    "dies": ("dies", "死掉"),
+    "saves": ("saves the state", "保存状态"),
+    "goes on": ("state, step #40", "状态，第 40 步"),
     # beside-pytorch
     "beside-pytorch": ("The time of the same work in PyTorch and in ddp-mp", "同样的工作在 PyTorch 与 ddp-mp 中的时间"),
     "beside-pytorch.desc": (
@@ -863,6 +880,26 @@ def what_moves_where(p):
         p.text(MARGIN, 318 + 22 * index, p.say(key), "text small", "start")
 
 
+def after_a_failure(p):
+    state, work, save, again = (96, 104), (236, 160), (432, 136), (608, 128)
+    columns = [(state, "after step"), (work, "in step"), (save, "first back"), (again, "restart")]
+    for (x, width), key in columns:
+        p.text(x + width / 2, 40, p.say(key), "muted small")
+    middles = [56 + 62 * rank + 20 for rank in range(3)]
+    for rank, middle in enumerate(middles):
+        top = middle - 20
+        p.text(MARGIN, middle + 5, f"rank {rank}", "text bold", "start")
+        p.cell(state[0], top, state[1], 40, p.say("whole state"), "sum", "text small")
+        p.path([(sum(state) + 2, middle), (work[0] - 2, middle)])
+        doing, colour = ("dies", "rank3") if rank == 1 else ("waits", "area")
+        p.cell(work[0], top, work[1], 40, p.say(doing), colour, "text small")
+        turn = (sum(save) + again[0]) / 2
+        p.path([(sum(save) + 2, middles[0]), (turn, middles[0]), (turn, middle), (again[0] - 2, middle)])
+        p.cell(again[0], top, again[1], 40, p.say("goes on"), "sum", "text small")
+    p.path([(sum(work) + 2, middles[0]), (save[0] - 2, middles[0])])
+    p.cell(save[0], middles[0] - 20, save[1], 40, p.say("saves"), "sum", "text small bold")
+
+
 DRAWINGS = [
     data_parallel,
     ring_all_reduce,
@@ -874,6 +911,7 @@ DRAWINGS = [
     collectives,
     launchers,
     what_moves_where,
+    after_a_failure,
     beside_pytorch,
 ]
 

@@ -14,7 +14,7 @@ use proptest::sample::select;
 use serde_json::Value;
 
 use crate::harness::{
-    in_parallel, last_event, program_under, run_command, run_end, runs_every_case, some_of,
+    in_parallel, last_event, program_under, run_command, run_end, run_to, runs_every_case, some_of,
     try_ranks,
 };
 use crate::layouts::run_in;
@@ -206,6 +206,24 @@ fn state_that_cannot_be_saved_is_named_and_older_checkpoints_stay() {
         assert!(line.contains(why), "{stderr}");
         let names: Vec<_> = fs::read_dir(&dir).unwrap().map(|it| it.unwrap().file_name()).collect();
         assert_eq!(names, [".lock"], "{stderr}");
+    });
+}
+
+#[test]
+fn record_of_a_restarted_run_is_that_of_an_undisturbed_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let record = |name: &str| folder.path().join(name).display().to_string();
+    let (whole, run) =
+        (record("whole"), [&flags("--model=mlp")[..], &["--nproc-per-node=3"]].concat());
+    run_to(0, &[&run[..], &[&format!("--record={whole}")]].concat());
+    let ways = [("error", "--spawn=threads"), ("kill", "--spawn=processes")];
+    in_parallel(&some_of(ways, 1), |&(kind, spawn)| {
+        let restarted = record(kind);
+        let fault = format!("--inject-fault={kind}:rank=1,at=step,step=9");
+        let more = [spawn, "--max-restarts=1", &fault, &format!("--record={restarted}")];
+        run_to(0, &[&run[..], &more].concat());
+        let (stdout, _) = run_to(0, &["diff", &whole, &restarted]);
+        assert!(stdout.contains("Equal: the start and 22 steps (0 to 21).\n"), "{stdout}");
     });
 }
 

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use tempfile::tempdir;
 
-use crate::harness::{free_port, join, last_event, program, runs_every_case};
+use crate::harness::{free_port, join, last_event, program, run_to, runs_every_case};
 
 /// The ranks of each host; one host has them as threads or as processes.
 const LAYOUTS: [(&[usize], &str); 5] = [
@@ -80,6 +80,19 @@ fn options() -> impl Strategy<Value = String> {
             (!both).then(|| [model, optimizer, average, samples].join(" "))
         },
     )
+}
+
+#[test]
+fn records_of_two_layouts_are_equal() {
+    let folder = tempdir().unwrap();
+    let record = |name: &str| folder.path().join(name).display().to_string();
+    let names = ["threads", "hosts"].map(record);
+    for (layout, name) in [LAYOUTS[0], LAYOUTS[3]].into_iter().zip(&names) {
+        let file = format!("--record={name}");
+        hash_in(layout, &["--model=mlp", "--optimizer=adamw", "--max-steps=5", &file]);
+    }
+    let (stdout, _) = run_to(0, &["diff", &names[0], &names[1]]);
+    assert!(stdout.contains("Equal: the start and 5 steps (0 to 4)."), "{stdout}");
 }
 
 fn cases() -> u32 {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::config::Config;
 use crate::session::{
-    Session, Training, after_restart, refuse_different_replicas, run_command, show_end,
-    stop_at_signals,
+    Session, Training, after_restart, refuse_different_replicas, remove_kept, run_command,
+    show_end, stop_at_signals,
 };
 use engine::data::{DataLoader, DistributedSampler};
 use engine::error::Shown;
@@ -56,6 +56,7 @@ fn train_on(rank: &Rank, session: &Session) -> anyhow::Result<()> {
     if let Some(checkpoint) = &checkpoint {
         trainer.resume(checkpoint)?;
     }
+    remove_kept(config, joined_launch, rank.rank(), trainer.state().step);
     let summary = trainer.train(config.training.max_epochs)?;
     note_if_not_kept(rank, config, printer);
 

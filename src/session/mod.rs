@@ -32,7 +32,7 @@ use engine::launch::{
     StopRequest, await_termination, end_at_signals_in, status_signal, stop_on_signals,
 };
 use engine::os::terminal::screen_problem;
-use run_views::{Opening, Views, check_kept, remove_kept};
+use run_views::{Opening, Views, check_kept};
 use views::Printer;
 
 pub(crate) use checked_placement::{check_shared_model, place_all, place_ranks, refuse_launcher};
@@ -41,6 +41,7 @@ pub(crate) use data::open_data;
 pub use processes::AlreadyReported;
 pub(crate) use processes::run_command;
 pub(crate) use report_facts::path_in_shell;
+pub(crate) use run_views::remove_kept;
 pub(crate) use start_point::{StartPoint, after_restart};
 pub(crate) use summary::{refuse_different_replicas, show_end};
 pub(crate) use training::Training;
@@ -286,7 +287,6 @@ fn open_views(
     let opening = Opening { config, joined_launch, data, backend, stop, printer };
     let open_folder = || start_point.open_folder(config, &joined_launch.launch, is_first);
     let views = Views::open(&opening, open_folder)?;
-    remove_kept(config, joined_launch);
     Ok(views)
 }
 

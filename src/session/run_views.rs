@@ -248,10 +248,10 @@ fn is_of_earlier_start(keep: &KeepTensors, joined_launch: &JoinedLaunch) -> bool
     joined_launch.launch.restart_count > 0 && keep.is_written()
 }
 
-/// Removes the tensors that an earlier start of this run has kept, when all outputs have been checked: this one keeps them
-/// again.
-pub(super) fn remove_kept(config: &Config, joined_launch: &JoinedLaunch) {
-    let keep = config.keep().filter(|keep| joined_launch.ranks_here().contains(&keep.rank));
+/// Removes the tensors that an earlier start of this run has kept on `rank`, if this one, which goes on with step `from`, keeps
+/// them again.
+pub(crate) fn remove_kept(config: &Config, joined_launch: &JoinedLaunch, rank: usize, from: u64) {
+    let keep = config.keep().filter(|keep| keep.rank == rank && keep.step >= from);
     if let Some(keep) = keep.filter(|keep| is_of_earlier_start(keep, joined_launch)) {
         let _ = fs::remove_file(&keep.file); // the run says so if it cannot write
     }

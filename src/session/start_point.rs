@@ -167,7 +167,8 @@ pub(crate) fn after_restart(
         && let Some(newest) = CheckpointDir::newest_in(dir)?
     {
         let is_checkpoint_dir = config.checkpoints.checkpoint_dir.is_some();
-        let resume = if is_checkpoint_dir { "auto".into() } else { newest.display().to_string() };
+        let resume =
+            if is_checkpoint_dir { "auto".into() } else { newest.to_string_lossy().into_owned() };
         config.checkpoints.resume = Some(resume);
         return Ok(config);
     }

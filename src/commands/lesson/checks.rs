@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::answer::Answer;
 use super::lessons::Found;
-use engine::checkpoint::{Checkpoint, CheckpointDir, TensorFile};
+use engine::checkpoint::{Checkpoint, CheckpointDir, TensorFile, TrainerState};
 use engine::launch::this_program;
 use engine::os::{Ended, TemporaryFolder, TiedChild, text_in};
 
@@ -136,6 +136,22 @@ pub(super) fn bad_core() -> anyhow::Result<Found> {
     let (with_gradient, with_parameter) = (with_flip("gradient")?, with_flip("parameter")?);
     let numbers = json!({ "with_gradient": with_gradient, "with_parameter": with_parameter });
     Ok((Answer::Whole(vec![with_parameter as u64]), numbers))
+}
+
+pub(super) fn lost_rank() -> anyhow::Result<Found> {
+    let folder = TemporaryFolder::new().context("creating a folder for checkpoints")?;
+    let dir = folder.path().join("run");
+    let save = format!("--checkpoint-dir={}", dir.to_string_lossy());
+    let fault = "--inject-fault=kill:rank=1,at=step,step=70";
+    let ranks = ["--nproc-per-node=3", "--spawn=processes"];
+    let after_failure = hash(&[&[&ranks[..], &["--max-restarts=1", &save, fault]].concat()])?;
+    let whole = hash(&[&ranks])?;
+    let saved = fs::read_dir(dir).context("listing the checkpoints")?;
+    let saved = saved.filter_map(|it| TrainerState::read(&it.ok()?.path()).ok());
+    let step = saved.filter(|state| state.after_failure.is_some()).map(|state| state.step).next();
+    let step = step.context("no rank has saved its state after the failure")?;
+    let numbers = json!({ "step": step, "after_failure": after_failure, "whole": whole });
+    Ok((Answer::Whole(vec![step]), numbers))
 }
 
 pub(super) fn overlap() -> anyhow::Result<Found> {

@@ -17,7 +17,7 @@ pub struct Lesson {
 const FIRST_PROGRAM: &str = "one-rank";
 
 /// All lessons.
-pub(super) static LESSONS: [Lesson; 21] = [
+pub(super) static LESSONS: [Lesson; 22] = [
     lesson("demo", ONE, checks::demo),
     lesson("shards", ONE, || known(Answer::Whole(vec![2]))),
     lesson("update", WEIGHT, checks::update),
@@ -26,6 +26,7 @@ pub(super) static LESSONS: [Lesson; 21] = [
     lesson("straggler", ONE, checks::straggler),
     lesson("desync", ONE, checks::desync),
     lesson("bad-core", ONE, checks::bad_core),
+    lesson("lost-rank", ONE, checks::lost_rank),
     lesson(FIRST_PROGRAM, SHARE, || known(Answer::Decimal(0.75))),
     Lesson { name: "threads-that-meet", check: None },
     lesson("all-reduce-by-hand", TWO, || known(Answer::Whole(vec![1792, 448]))),

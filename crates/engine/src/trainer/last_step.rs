@@ -94,7 +94,7 @@ impl<M> TrainContext<M> {
     pub(super) fn restore_last_step(&mut self) -> Result<TrainerState, String> {
         let text = |error: Error| error.to_string();
         if self.group().device() != tch::Device::Cpu {
-            return Err("ranks on GPUs save nothing then".into());
+            return Err("only ranks on the CPU can save after a failure".into());
         }
         if self.ddp.partitions_optimizer() {
             return Err("each rank has a partition of the optimizer's state only".into());

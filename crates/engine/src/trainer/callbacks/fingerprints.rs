@@ -151,7 +151,8 @@ impl<M> Callback<M> for Fingerprints {
         if step.is_skipped() {
             line.averages = average_hashes(ddp)?;
         }
-        ddp.group().synchronize()?;
+        // Not `synchronize`: a rank that has made the step may save it after the failure of another, so it has a whole line.
+        ddp.group().await_launched()?;
         line.loss = step.losses.iter().map(loss).collect::<crate::error::Result<_>>()?;
         line.parameters = hashes(ddp.trained_parameters())?;
         line.buffers = hashes(ddp.untrained_tensors())?;
@@ -190,7 +191,7 @@ impl Drop for Fingerprints {
 fn average_hashes<M>(
     ddp: &DistributedDataParallel<M>,
 ) -> crate::error::Result<Vec<Option<TensorHash>>> {
-    ddp.group().synchronize()?;
+    ddp.group().await_launched()?;
     let averages = ddp.trained_parameters().into_iter().map(|(_, parameter)| parameter.grad());
     averages.map(|average| average.defined().then(|| hash(&average)).transpose()).collect()
 }
