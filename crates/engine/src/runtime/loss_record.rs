@@ -21,7 +21,7 @@ struct Entry {
 }
 
 /// The losses of one rank in the epoch so far.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct RecordedLosses {
     /// The sum of the losses of the samples.
     pub sum: f64,

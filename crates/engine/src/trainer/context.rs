@@ -22,7 +22,7 @@ use crate::ffi::{Generator, TorchResult};
 use crate::models::Forward;
 use crate::optim::{GradScaler, Optimizer, Schedule};
 use crate::process_group::ProcessGroup;
-use crate::runtime::{StopReason, StopRequest};
+use crate::runtime::{RecordedLosses, StopReason, StopRequest};
 
 /// The state of one rank's training run.
 #[derive(Debug)]
@@ -236,6 +236,7 @@ impl<M> TrainContext<M> {
         };
         self.loss_sum.count(counted)?;
         self.counted = 0;
+        self.last_step.losses = RecordedLosses::default();
         self.check_loss_sum(self.loss_sum.sum(group)?)?;
         self.loss_sum.take_mean(group)
     }

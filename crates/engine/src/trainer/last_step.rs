@@ -1,6 +1,8 @@
 //! The last whole step of a rank: what the rank keeps while it makes the next one, and the state that it can save if another
 //! rank fails meanwhile.
 
+use std::mem;
+
 use super::TrainContext;
 use super::context::BufferSnapshot;
 use super::find_non_finite::first_nonfinite;
@@ -20,8 +22,10 @@ pub(super) struct LastStep {
     pub is_whole: bool,
     /// The buffers before the next step, whose forward pass changes them.
     pub buffers: Option<BufferSnapshot>,
+    /// This rank's losses of the epoch so far, as a number on the host.
+    pub losses: RecordedLosses,
     /// The losses before the next step, once those of that step are added.
-    losses: Option<RecordedLosses>,
+    before: Option<RecordedLosses>,
     /// The progress before the end of the epoch that is being ended.
     pub epoch_end: Option<TrainerState>,
 }
@@ -35,7 +39,8 @@ impl<M> TrainContext<M> {
             saves && group.device() == tch::Device::Cpu && !self.ddp.partitions_optimizer();
         let record = can_save.then(|| group.loss_record(group.rank())).transpose()?;
         record.iter().for_each(|record| record.clear());
-        self.last_step = LastStep { record, is_whole: true, ..LastStep::default() };
+        let losses = if can_save { self.losses()? } else { RecordedLosses::default() };
+        self.last_step = LastStep { record, is_whole: true, losses, ..LastStep::default() };
         Ok(())
     }
 
@@ -44,13 +49,13 @@ impl<M> TrainContext<M> {
         if self.last_step.record.is_some() || self.checks_gradients() {
             self.last_step.buffers = Some(BufferSnapshot::of(&self.ddp)?);
         }
-        self.last_step.losses = None;
+        self.last_step.before = None;
         Ok(())
     }
 
     /// Adds the losses of a step to the losses of the epoch, unless [`record_losses`](Self::record_losses) has added them.
     pub(super) fn add_losses(&mut self, step: &Step) -> Result<()> {
-        if self.last_step.losses.is_some() {
+        if self.last_step.before.is_some() {
             return Ok(());
         }
         self.counted += step.count() as u64;
@@ -63,25 +68,28 @@ impl<M> TrainContext<M> {
     /// Adds the losses of a step before its gradients are averaged, and records the sum: if this rank fails, those who have
     /// the averages need it.
     pub(super) fn record_losses(&mut self, step: &Step) -> Result<()> {
-        let Some(record) = self.last_step.record.take() else { return Ok(()) };
-        let before = self.losses()?;
+        if self.last_step.record.is_none() {
+            return Ok(());
+        }
         self.add_losses(step)?;
-        record.write(step.index + 1, self.losses()?);
-        self.last_step.losses = Some(before);
-        self.last_step.record = Some(record);
+        let losses = self.losses()?;
+        let LastStep { record, losses: now, before, .. } = &mut self.last_step;
+        *before = Some(mem::replace(now, losses));
+        record.iter().for_each(|record| record.write(step.index + 1, losses));
         Ok(())
     }
 
     /// Takes back the losses of a step that is skipped, if they are added.
     pub(super) fn take_back_losses(&mut self, step: &Step) -> Result<()> {
-        let LastStep { record: Some(record), losses: Some(before), .. } = &self.last_step else {
-            return Ok(());
-        };
-        record.write(step.index + 1, *before);
+        let LastStep { record, losses, before, .. } = &mut self.last_step;
+        let Some(before) = *before else { return Ok(()) };
+        *losses = before;
+        record.iter().for_each(|record| record.write(step.index + 1, before));
         self.counted = before.counted;
         self.loss_sum.set_sum(before.sum)
     }
 
+    /// Returns this rank's losses of the epoch so far. Its device is the CPU.
     fn losses(&self) -> Result<RecordedLosses> {
         Ok(RecordedLosses { sum: self.loss_sum.value()?, counted: self.counted })
     }
@@ -126,7 +134,7 @@ impl<M> TrainContext<M> {
     /// Returns the losses of `rank` up to `state`; `None` if they are not known.
     fn losses_of(&self, rank: usize, state: &TrainerState) -> Result<Option<RecordedLosses>> {
         if state.epoch_steps == 0 {
-            return Ok(Some(RecordedLosses { sum: 0.0, counted: 0 }));
+            return Ok(Some(RecordedLosses::default()));
         }
         Ok(self.group().loss_record(rank)?.read(state.step))
     }

@@ -87,7 +87,7 @@ impl LossSum {
     pub(super) fn new(device: Device) -> Result<Self> {
         let allocate = || {
             let totals = Tensor::f_zeros([2], (Kind::Double, device))?;
-            let (sum, count) = (totals.f_narrow(0, 0, 1)?, totals.f_narrow(0, 1, 1)?);
+            let (sum, count) = (totals.f_select(0, 0)?, totals.f_select(0, 1)?);
             Ok(Self { totals, sum, count })
         };
         allocate().doing("allocating the loss")
@@ -106,7 +106,7 @@ impl LossSum {
 
     /// Returns this rank's sum, which must be on the CPU or complete.
     pub(super) fn value(&self) -> Result<f64> {
-        self.sum.f_double_value(&[0]).doing("reading the loss")
+        self.sum.f_double_value(&[]).doing("reading the loss")
     }
 
     /// Continues from a `sum` that [`sum`](Self::sum) returned.
@@ -124,7 +124,7 @@ impl LossSum {
     pub(super) fn take_mean(&mut self, group: &ProcessGroup) -> Result<f64> {
         group.all_reduce(&mut self.totals, ReduceOp::Sum)?;
         group.synchronize()?;
-        let value = |tensor: &Tensor| tensor.f_double_value(&[0]).doing("reading the mean loss");
+        let value = |tensor: &Tensor| tensor.f_double_value(&[]).doing("reading the mean loss");
         let mean = value(&self.sum)? / value(&self.count)?;
         let _ = self.totals.f_zero_().doing("zero_")?;
         Ok(mean)
