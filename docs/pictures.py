@@ -219,20 +219,20 @@ LABELS = {
     ),
     "writes back": ("3. Each rank gets the mean of all gradients.", "3. 每个 rank 得到所有梯度的平均值。"),
     # after-a-failure
-    "after-a-failure": ("Who holds what when a rank dies", "一个 rank 死掉时，谁手里有什么"),
+    "after-a-failure": ("The state of each rank when rank 1 dies", "rank 1 被杀死时，各个 rank 的状态"),
     "after-a-failure.desc": (
-        "Three ranks have the state after steps 0 to 39. In step 40 rank 1 dies, and ranks 0 and 2 wait for it in the "
+        "Three ranks have the state after step 39. In step 40 rank 1 dies, and ranks 0 and 2 wait for it in the "
         "all-reduce. They still have that state. Rank 0 saves it. After the restart all three ranks begin step 40 from it.",
-        "三个 rank 都有第 0 到 39 步之后的状态。第 40 步里 rank 1 死掉，rank 0 和 rank 2 在 all-reduce 里等它，手里仍是那个状态。"
+        "三个 rank 都有第 39 步之后的状态。第 40 步里 rank 1 被杀死，rank 0 和 rank 2 在 all-reduce 里等它，仍保有该状态。"
         "rank 0 把它保存下来。重启之后，三个 rank 都从它开始第 40 步。",
     ),
     "after step": ("after step #39", "第 39 步之后"),
     "in step": ("in step #40", "第 40 步之中"),
-    "first back": ("the first that is back", "最先回来的"),
+    "first back": ("after the failure", "故障之后"),
     "restart": ("the restart", "重启"),
     "whole state": ("state", "状态"),
     "waits": ("waits in all-reduce", "在 all-reduce 里等待"),
-    "dies": ("dies", "死掉"),
+    "dies": ("dies", "被杀死"),
     "saves": ("saves the state", "保存状态"),
     "goes on": ("state, step #40", "状态，第 40 步"),
     # beside-pytorch

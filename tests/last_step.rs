@@ -3,12 +3,12 @@
 use std::fs;
 use std::sync::Arc;
 
-use ddp_mp::checkpoint::{Checkpoint, CheckpointDir};
+use ddp_mp::checkpoint::{Checkpoint, CheckpointDir, TrainerState};
 use ddp_mp::data::{DataLoader, DistributedSampler, Targets, TensorDataset};
 use ddp_mp::models::ModelConfig;
 use ddp_mp::optim::{Optimizer, Schedule, Sgd, SgdOptions};
 use ddp_mp::trainer::{Callback, Loss, SaveEvery, Step, TrainContext, Trainer};
-use ddp_mp::{DdpOptions, DistributedDataParallel};
+use ddp_mp::{DdpOptions, DistributedDataParallel, SpawnError};
 use proptest::prelude::*;
 use proptest::sample::select;
 use serde_json::Value;
@@ -86,7 +86,7 @@ proptest! {
         prop_assert_eq!(code, Some(0), "{}", &what);
         prop_assert_eq!(result(events.last().unwrap()), result(&expected), "{}", &what);
         // A rank has saved this step, unless an epoch has ended with it and it was saved then.
-        let told = format!("restart 1 of 1, from step #{step}: rank ");
+        let told = format!("restart 1 of 1, at step #{step}, from the state that rank ");
         let resumed = format!("/step-{step:08}: epoch ");
         prop_assert!(stderr.contains(&told) || !in_memory, "{}", &what);
         prop_assert!(stderr.contains(&resumed), "{}", &what);
@@ -132,57 +132,72 @@ impl<M> Callback<M> for Fails {
     }
 }
 
-/// The other rank has begun to end the epoch, whose mean loss takes a collective.
+/// Trains two ranks in a program. Rank 1 fails at the end of step `fails_at`, if there is one.
+fn train(
+    dir: Option<&CheckpointDir>,
+    fails_at: Option<u64>,
+    from: Option<Checkpoint>,
+) -> Result<(TrainerState, u64), Box<SpawnError>> {
+    let data = Arc::new(TensorDataset::random(66, 20, Targets::Values(1), 1).unwrap());
+    let (dir, from) = (dir.cloned(), from.map(Arc::new));
+    let trained = try_ranks(2, move |rank, group| {
+        let (vs, model) = ModelConfig::default().build(rank.device(), 0)?;
+        if let Some(from) = &from {
+            from.load_model(&vs)?;
+        }
+        let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+        let sgd: Box<dyn Optimizer> =
+            Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
+        let loader = || {
+            let sampler = DistributedSampler::new(data.len(), 2, rank.rank())?;
+            DataLoader::new(data.clone(), sampler, 8, rank.device())
+        };
+        let mut trainer = Trainer::new(ddp, sgd, Schedule::constant(0.01), loader()?, Loss::Mse)?
+            .validation(loader()?, 1)
+            .checkpoints(dir.clone(), SaveEvery::default(), Default::default());
+        if rank.rank() == 1 {
+            trainer = trainer.callback(Fails { at: fails_at });
+        }
+        if let Some(from) = &from {
+            trainer.resume(from)?;
+        }
+        trainer.train(3)?;
+        Ok((trainer.state().clone(), trainer.ddp().parameters_hash()?))
+    })?;
+    Ok(trained.into_iter().next().unwrap())
+}
+
+/// Rank 0 has begun to end the epoch, whose mean loss takes a collective. In the next start it fails again.
 #[test]
 fn failure_at_the_end_of_an_epoch_loses_neither_its_loss_nor_its_validation() {
     let folder = tempfile::tempdir().unwrap();
-    let dir = CheckpointDir::create(&folder.path().join("run"), 9).unwrap();
-    let data = Arc::new(TensorDataset::random(66, 20, Targets::Values(1), 1).unwrap());
-    let train = |dir: Option<&CheckpointDir>, fails_at, from: Option<Checkpoint>| {
-        let (dir, data, from) = (dir.cloned(), data.clone(), from.map(Arc::new));
-        try_ranks(2, move |rank, group| {
-            let (vs, model) = ModelConfig::default().build(rank.device(), 0)?;
-            if let Some(from) = &from {
-                from.load_model(&vs)?;
-            }
-            let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
-            let sgd: Box<dyn Optimizer> =
-                Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
-            let loader = || {
-                let sampler = DistributedSampler::new(data.len(), 2, rank.rank())?;
-                DataLoader::new(data.clone(), sampler, 8, rank.device())
-            };
-            let mut trainer =
-                Trainer::new(ddp, sgd, Schedule::constant(0.01), loader()?, Loss::Mse)?
-                    .validation(loader()?, 1)
-                    .checkpoints(dir.clone(), SaveEvery::default(), Default::default());
-            if rank.rank() == 1 {
-                trainer = trainer.callback(Fails { at: fails_at });
-            }
-            if let Some(from) = &from {
-                trainer.resume(from)?;
-            }
-            trainer.train(3)?;
-            Ok((trainer.state().clone(), trainer.ddp().parameters_hash()?))
-        })
-    };
-    let [(mut whole, hash), _] = train(None, None, None).unwrap().try_into().unwrap();
-    let error = train(Some(&dir), Some(9), None).unwrap_err();
-    assert_eq!((error.failure.rank, whole.step), (1, 15), "{error}");
-    let saved = Checkpoint::read(&dir.newest().unwrap().unwrap()).unwrap();
-    let state = saved.state();
-    let place = (state.step, state.epoch, state.epoch_steps, state.samples_seen);
-    assert_eq!((place, state.after_failure), ((10, 1, 5, 66), Some(0)));
-    let [(mut resumed, resumed_hash), _] =
-        train(None, None, Some(saved)).unwrap().try_into().unwrap();
+    let run = folder.path().join("run");
+    let open = || CheckpointDir::open(&run, 9).unwrap();
+    let newest = || Checkpoint::read(&CheckpointDir::newest_in(&run).unwrap().unwrap()).unwrap();
+    let (mut whole, hash) = train(None, None, None).unwrap();
+    assert_eq!(whole.step, 15);
+    let places = [(9, (10, 1, 5, 66)), (12, (13, 2, 3, 48))];
+    for (fails_at, expected) in places {
+        let from = (fails_at > 9).then(newest);
+        let error = train(Some(&open()), Some(fails_at), from).unwrap_err();
+        assert_eq!(error.failure.rank, 1, "{error}");
+        let saved = newest();
+        let state = saved.state();
+        let place = (state.step, state.epoch, state.epoch_steps, state.samples_seen);
+        assert_eq!((place, state.after_failure, state.loss_sums.len()), (expected, Some(0), 2));
+    }
+    // The second start has ended the epoch, and saved that as the best.
+    let ended = Checkpoint::read(&run.join("step-00000010")).unwrap();
+    assert_eq!((ended.state().epoch, ended.state().after_failure), (2, None));
+    let (mut resumed, resumed_hash) = train(Some(&open()), None, Some(newest())).unwrap();
     assert_eq!(resumed_hash, hash);
-    // The state has what the run was saved with, too.
     for state in [&mut whole, &mut resumed] {
-        state.loss_sums.clear();
+        // What the run was saved with.
         (state.world_size, state.num_samples, state.batch_size) = (0, 0, 0);
-        (state.max_epochs, state.total_steps, state.after_failure) = (0, 0, None);
+        (state.max_epochs, state.total_steps) = (0, 0);
     }
     assert_eq!(resumed, whole);
+    assert_eq!(newest().state().after_failure, None);
 }
 
 #[test]
@@ -190,7 +205,7 @@ fn state_that_cannot_be_saved_is_named_and_older_checkpoints_stay() {
     let [zero, full] =
         ["--zero --nproc-per-node=2", "--nproc-per-node=2 --model=mlp --hidden=90,90"];
     let cases = [
-        ("true", zero, "each rank has a partition of the optimizer's state only"),
+        ("true", zero, "with --zero each rank has only its own partition of the optimizer's state"),
         ("ulimit -f 32", full, "File too large (os error 27)"),
     ];
     in_parallel(&cases, |&(limit, options, why)| {
@@ -235,5 +250,31 @@ fn only_rank_that_fails_saves_its_state() {
     assert_eq!(code, Some(0), "{stderr}");
     let expected = run_end(&[&flags("--model=mlp")[..], &more[..1]].concat());
     assert_eq!(result(events.last().unwrap()), result(&expected));
-    assert!(stderr.contains("restart 1 of 1, from step #9: rank 0 has saved"), "{stderr}");
+    assert!(
+        stderr.contains("restart 1 of 1, at step #9, from the state that rank 0 has saved"),
+        "{stderr}"
+    );
+}
+
+#[test]
+fn state_in_memory_is_no_checkpoint_of_the_user() {
+    let run = ["--nproc-per-node=2", "--max-restarts=1"];
+    let (_, stderr) = run_to(0, &[&run[..], &["--max-steps=5"]].concat());
+    let told = "after 5 steps; nothing is saved, because there is no --checkpoint-dir";
+    assert!(stderr.contains(told), "{stderr}");
+    // The weights of the first start are not those of the next one.
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let rows: String = (0..20).map(|row| format!("{row},{},{}\n", row % 3, row % 7)).collect();
+    fs::write(path("data.csv"), rows).unwrap();
+    let data = format!("--dataset=csv:{}", path("data.csv"));
+    let run = [&run[..], &[&data, "--batch-size=2"]].concat();
+    run_to(
+        0,
+        &[&run[..], &["--max-steps=2", &format!("--checkpoint-dir={}", path("run"))]].concat(),
+    );
+    let from = format!("--init-from={}", path("run"));
+    let fault = "--inject-fault=error:rank=1,at=step,step=3";
+    let (_, stderr) = run_to(0, &[&run[..], &[&from, fault]].concat());
+    assert!(stderr.contains("restart 1 of 1, at step #3, "), "{stderr}");
 }

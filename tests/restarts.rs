@@ -1,4 +1,4 @@
-//! `--max-restarts`: after any failure the ranks go on from the newest checkpoint, to the hash of an undisturbed run.
+//! `--max-restarts`: after any failure the ranks go on from the newest saved state, to the hash of an undisturbed run.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -68,7 +68,7 @@ fn restart_after_any_failure_ends_with_the_same_bits() {
         let (from, step) = if nobody_is_left {
             (format!("from the newest checkpoint in {}\n", dir.display()), 35)
         } else {
-            ("from step #40: rank 0 has saved the state after the failure\n".into(), 40)
+            ("at step #40, from the state that rank 0 has saved\n".into(), 40)
         };
         assert!(stderr.contains(&format!("restart 1 of 2, {from}")), "{what}");
         let resumed = format!("resuming from {}/step-{step:08}: epoch 0, step ", dir.display());
@@ -85,8 +85,8 @@ fn restart_without_a_state_starts_from_the_beginning() {
     let (code, all, stderr) = events(&[&RUN[..], &more].concat());
     assert_eq!(code, Some(0), "{stderr}");
     assert_eq!(all.last().unwrap()["parameters_hash"], *WHOLE);
-    let told = "restart 1 of 1, from the beginning, because no rank has saved the state after the failure, and \
-                nothing is saved before without --checkpoint-dir";
+    let told = "restart 1 of 1, from the beginning: no rank could save the state, and without --checkpoint-dir the run has \
+                no checkpoints";
     assert!(stderr.contains(told), "{stderr}");
     // With a folder in which nothing was saved yet.
     let folder = tempfile::tempdir().unwrap();

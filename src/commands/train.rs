@@ -96,13 +96,12 @@ fn trainer(
         let loader = DataLoader::new(validation.clone(), sampler.uneven(), batch_size, device)?;
         trainer = trainer.validation(loader.pin_memory(group)?, config.data.val_every);
     }
+    let dir = start_point.folder_of_rank(config, &session.joined_launch.launch);
     if config.checkpoints.checkpoint_dir.is_some() {
-        let dir = start_point.checkpoint_dir.clone();
         trainer = trainer
             .checkpoints(dir, config.save_every(), config.options()?)
             .data_files(start_point.data_files.clone());
     } else {
-        let dir = start_point.checkpoint_dir.clone();
         trainer = trainer.save_after_failure(dir, config.options()?);
     }
     Ok(trainer)

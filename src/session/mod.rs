@@ -285,7 +285,8 @@ fn open_views(
     let is_first = joined_launch.is_first();
     let backend = &backend(config, joined_launch);
     let opening = Opening { config, joined_launch, data, backend, stop, printer };
-    let open_folder = || start_point.open_folder(config, &joined_launch.launch, is_first);
+    let launch = &joined_launch.launch;
+    let open_folder = || if is_first { start_point.open_folder(config, launch) } else { Ok(()) };
     let views = Views::open(&opening, open_folder)?;
     Ok(views)
 }

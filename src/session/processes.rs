@@ -99,21 +99,18 @@ fn state_in_memory(config: &Config, max_restarts: usize) -> Option<TempDir> {
 fn restarts_from(config: &Config, state: Option<&TempDir>) -> String {
     let checkpoint_dir = config.checkpoints.checkpoint_dir.as_deref();
     let newest = checkpoint_dir.or(state.map(TempDir::path)).map(CheckpointDir::newest_in);
-    let newest = newest.and_then(|newest| newest.ok().flatten());
-    let saved = newest.as_deref().and_then(|newest| TrainerState::read(newest).ok());
+    let path = newest.as_ref().and_then(|newest| newest.as_ref().ok()?.as_deref());
+    let saved = path.and_then(|path| TrainerState::read(path).ok());
     match (saved, checkpoint_dir) {
         (Some(TrainerState { step, after_failure: Some(rank), .. }), _) => {
-            format!("from step #{step}: rank {rank} has saved the state after the failure")
+            format!("at step #{step}, from the state that rank {rank} has saved")
         }
-        (_, Some(dir)) if newest.is_some() => {
-            format!("from the newest checkpoint in {}", dir.shown())
-        }
-        (_, Some(dir)) => {
+        (_, Some(dir)) if matches!(newest, Some(Ok(None))) => {
             format!("from the start of the run, because {} has no checkpoint", dir.shown())
         }
+        (_, Some(dir)) => format!("from the newest checkpoint in {}", dir.shown()),
         (_, None) => {
-            "from the beginning, because no rank has saved the state after the failure, and nothing is saved before \
-             without --checkpoint-dir"
+            "from the beginning: no rank could save the state, and without --checkpoint-dir the run has no checkpoints"
                 .into()
         }
     }

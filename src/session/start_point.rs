@@ -22,7 +22,7 @@ pub(crate) struct StartPoint {
     pub checkpoint: Option<Arc<Checkpoint>>,
     /// The weights of `--init-from`. `None` without it, and if there is a checkpoint.
     weights: Option<TensorFile>,
-    /// The folder to save in, if there is one.
+    /// The folder to save in, if there is one and this process has rank 0.
     pub checkpoint_dir: Option<CheckpointDir>,
     /// The data files. Empty if nothing is saved and nothing was.
     pub data_files: Vec<DataFile>,
@@ -63,24 +63,18 @@ impl StartPoint {
         Ok(start_point)
     }
 
-    /// Opens the folder of `config` to save in, or else that of `launch` for the state after a failure, if there is one. In a
-    /// process without rank 0, `is_first` is false: its ranks save only after a failure.
-    pub(crate) fn open_folder(
-        &mut self,
-        config: &Config,
-        launch: &Launch,
-        is_first: bool,
-    ) -> Result<()> {
-        let keep_last = keep_last(config);
-        let open = |dir: &Path| {
-            if is_first {
-                self.open(dir, config)
-            } else {
-                Ok(CheckpointDir::of_run(dir, keep_last))
-            }
-        };
-        self.checkpoint_dir = folder(config, launch).map(open).transpose()?;
+    /// Opens the folder of `config` to save in, or else that of `launch` for the state after a failure, if there is one.
+    pub(crate) fn open_folder(&mut self, config: &Config, launch: &Launch) -> Result<()> {
+        let dir = folder(config, launch);
+        self.checkpoint_dir = dir.map(|dir| self.open(dir, config)).transpose()?;
         Ok(())
+    }
+
+    /// Returns the folder to save in, on a rank that has met rank 0. In a process without rank 0 the rank saves there only
+    /// after a failure.
+    pub(crate) fn folder_of_rank(&self, config: &Config, launch: &Launch) -> Option<CheckpointDir> {
+        let opened_by_rank_0 = || CheckpointDir::of_run(folder(config, launch)?, keep_last(config));
+        self.checkpoint_dir.clone().or_else(opened_by_rank_0)
     }
 
     /// Opens the folder to save in. Other files in it must not be lost.
@@ -170,6 +164,7 @@ pub(crate) fn after_restart(
         let resume =
             if is_checkpoint_dir { "auto".into() } else { newest.to_string_lossy().into_owned() };
         config.checkpoints.resume = Some(resume);
+        config.checkpoints.init_from = None;
         return Ok(config);
     }
     if config.checkpoints.checkpoint_dir.is_none() {

@@ -113,7 +113,8 @@ fn print_end(
         notes.iter().flatten().for_each(|note| printer.info(note));
     }
     session.observers.tell(&Event::End(Box::new(end)))?;
-    let dir = start_point.checkpoint_dir.as_ref();
+    let saves = config.checkpoints.checkpoint_dir.is_some();
+    let dir = start_point.checkpoint_dir.as_ref().filter(|_| saves);
     if let Some(metrics) = &trainer.state().best
         && with_text
     {

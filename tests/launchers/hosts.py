@@ -201,14 +201,18 @@ def who_listens(program, hosts):
 
 
 def cut(program, hosts):
-    """The cable is cut in the middle: both notice, and name the other."""
-    runs = hosts.start([program], [*ENDLESS, "--timeout=4s", "--grace-period=4s"])
-    runs[0].until('"epoch":0')
-    hosts.cable("down")
-    for run, other, host in zip(runs, [1, 0], "ba"):
-        text = run.end(1).text()
-        named = f"rank {other} (CPU:0 on host-{host}, process " in text
-        check(named, f"rank {other} on host-{host} is not named: {run.output()}")
+    """The cable is cut in the middle: both notice, name the other, and save where they have come to."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [*ENDLESS, "--timeout=4s", "--grace-period=4s", f"--checkpoint-dir={folder}/run"]
+        runs = hosts.start([program], flags)
+        runs[0].until('"epoch":0')
+        hosts.cable("down")
+        for run, other, host in zip(runs, [1, 0], "ba"):
+            text = run.end(1).text()
+            named = f"rank {other} (CPU:0 on host-{host}, process " in text
+            check(named, f"rank {other} on host-{host} is not named: {run.output()}")
+        text = "".join(run.text() for run in runs)
+        check(" has saved the state after " in text, f"nobody saved the last step: {text}")
     hosts.cable("up")
     hosts.nobody_is_left("a cut cable")
-    passed("two hosts, and the cable is cut: both end, and name the other's rank")
+    passed("two hosts, and the cable is cut: both end, name the other's rank, and save the last step")

@@ -105,15 +105,17 @@ def torchrun_on_gpus(program, on_gpus):
 
 
 def restart(program, folder):
-    """A rank fails; torchrun starts all again, and they end as if nothing had been."""
-    fault = "--inject-fault=error:rank=1,at=step,step=40"
-    saving = [f"--checkpoint-dir={folder}/restart", "--save-every=10", "--resume=auto"]
-    start = [*TORCHRUN, "--standalone", "--no-python", "--nproc-per-node=2"]
-    run = Run([*start, "--max-restarts=1", program, *FLAGS, *saving, fault])
-    result = run.result()
-    check(run.events("failure"), f"nothing failed: {run.output()}")
-    check("resuming from" in run.text(), f"it did not go on from a checkpoint: {run.output()}")
-    same(result, threads(program, 2), "torchrun --max-restarts=1 after a failure in step 40")
+    """A rank fails. The other saves the last whole step, torchrun starts both again, and they go on from there."""
+    for number, (kind, rank) in enumerate([("error", 1), ("kill", 0)]):
+        fault = f"--inject-fault={kind}:rank={rank},at=step,step=40"
+        saving = [f"--checkpoint-dir={folder}/restart{number}", "--resume=auto"]
+        start = [*TORCHRUN, "--standalone", "--no-python", "--nproc-per-node=2"]
+        run = Run([*start, "--max-restarts=1", program, *FLAGS, *saving, fault])
+        result = run.result()
+        check(run.events("failure"), f"nothing failed: {run.output()}")
+        place = list(resumed_from(run.text(), run.output()))
+        check(place == [0, 40], f"it went on from epoch and step {place}: {run.output()}")
+        same(result, threads(program, 2), f"torchrun --max-restarts=1, {kind} of rank {rank} in step 40")
 
 
 def resumed_from(text, output):

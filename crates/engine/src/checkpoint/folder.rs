@@ -16,7 +16,7 @@ use super::layout::{
     steps_in, unusable,
 };
 use super::state::{FileMark, Manifest};
-use super::{Checkpoint, Snapshot, tensors};
+use super::{Checkpoint, Snapshot, TrainerState, tensors};
 use crate::error::{Error, Result, Shown};
 use crate::files::Place;
 use crate::os::limits::{explain, not_started};
@@ -77,11 +77,7 @@ impl CheckpointDir {
         };
         check()?; // before anything is written there
         create_folder(path).map_err(unusable(path))?;
-        // An existing lock file was found to be empty. Links are not followed.
-        let mut options = OpenOptions::new();
-        options.write(true).create(true).truncate(false);
-        options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
-        let lock = options.open(path.join(LOCK)).map_err(unusable(path))?;
+        let lock = open_lock(path, true).map_err(unusable(path))?;
         // On a file system without locks, other runs are not detected.
         if let Err(TryLockError::WouldBlock) = lock.try_lock() {
             return Err(Error::usage(format!(
@@ -99,11 +95,18 @@ impl CheckpointDir {
         Ok(Self { path: path.into(), keep_last: keep_last.max(1), _lock: lock })
     }
 
-    /// Returns the folder at `path`, which another process of the run has opened. The ranks of this one save there after a
-    /// failure only.
+    /// Returns the folder at `path` if another process of this run has opened it. The ranks of this one save there after a
+    /// failure only. `None` if no run has opened it, as on a host with a disk of its own.
     #[doc(hidden)]
-    pub fn of_run(path: &Path, keep_last: usize) -> Self {
-        Self { path: path.into(), keep_last: keep_last.max(1), _lock: None }
+    pub fn of_run(path: &Path, keep_last: usize) -> Option<Self> {
+        let lock = open_lock(path, false).ok()?;
+        let is_open = matches!(lock.try_lock_shared(), Err(TryLockError::WouldBlock));
+        is_open.then(|| Self { path: path.into(), keep_last: keep_last.max(1), _lock: None })
+    }
+
+    /// Returns whether the folder has a checkpoint of this step or of a later one.
+    pub(crate) fn has_step(&self, step: u64) -> bool {
+        steps_in(&self.path).is_ok_and(|steps| steps.range(step..).next().is_some())
     }
 
     /// Returns the path of the folder.
@@ -164,14 +167,13 @@ impl CheckpointDir {
         deadline: Deadline,
     ) -> Result<Option<PathBuf>> {
         let _lock = self.lock_itself(deadline)?;
-        let newest = steps_in(&self.path)?.pop_last();
-        if newest.is_some_and(|(step, _)| step >= snapshot.state.step) {
+        if self.has_step(snapshot.state.step) {
             return Ok(None);
         }
         let folder = self.path.join(folder_of(snapshot.state.step));
         let unfinished = self.path.join(UNFINISHED_AFTER_FAILURE);
-        let is_left = unfinished.exists(); // by a process that was killed meanwhile
-        let removed = if is_left { remove_checkpoint(&unfinished) } else { Ok(()) };
+        let is_there = unfinished.exists(); // a process was killed while it saved
+        let removed = if is_there { remove_checkpoint(&unfinished) } else { Ok(()) };
         let removed = removed.map_err(failed("saving", &unfinished));
         let written = removed.and_then(|()| self.write_as(&folder, &unfinished, snapshot));
         if written.is_ok() {
@@ -235,14 +237,26 @@ impl CheckpointDir {
             .and_then(|manifest| Ok(serde_json::to_vec_pretty(&manifest)?))
             .and_then(|text| write_file(&path, &text))
             .map_err(failed("saving", &path))?;
-        sync_folder(unfinished)
-            .and_then(|()| fs::rename(unfinished, folder))
+        sync_folder(unfinished).map_err(failed("saving", folder))?;
+        // A rank may have saved this step after a failure, when its epoch was not ended.
+        let older = TrainerState::read(folder).ok();
+        let replaces = older.is_some_and(|older| older.after_failure.is_some());
+        let replaced = self.path.join(UNFINISHED_AFTER_FAILURE);
+        if replaces {
+            fs::rename(folder, &replaced).map_err(failed("saving", folder))?;
+        }
+        fs::rename(unfinished, folder)
             .and_then(|()| sync_folder(&self.path))
             .map_err(failed("saving", folder))?;
+        if replaces {
+            remove_checkpoint(&replaced).map_err(failed("saving", folder))?;
+        }
         if snapshot.state.best.as_ref().is_some_and(|best| best.step == snapshot.state.step) {
             self.point(BEST, folder, unfinished)?;
         }
-        self.point(LATEST, folder, unfinished)
+        // A rank may have saved a later step after a failure meanwhile.
+        let newest = self.newest()?;
+        self.point(LATEST, newest.as_deref().unwrap_or(folder), unfinished)
     }
 
     /// Makes the file `pointer` name `folder`. It is written to `unfinished` first.
@@ -314,6 +328,14 @@ impl CheckpointDir {
         let is_known = [LATEST, BEST].contains(&name) || step_of(name).is_some();
         path.parent().filter(|_| is_known).map(PathBuf::from)
     }
+}
+
+/// Opens the lock file of the folder at `path`. An existing one was found to be empty. Links are not followed.
+fn open_lock(path: &Path, create: bool) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.write(true).create(create).truncate(false);
+    options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    options.open(path.join(LOCK))
 }
 
 /// Creates a folder with the missing ones above it. Syncs each folder that has a new entry, so that no name is lost.

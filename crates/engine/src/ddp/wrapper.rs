@@ -202,6 +202,12 @@ impl<M> DistributedDataParallel<M> {
         self.tensors.iter().filter(|named| named.is_buffer).map(|named| &named.tensor)
     }
 
+    /// Returns whether this rank may have other buffers, or other parameters that are not trained, than rank 0.
+    pub(crate) fn has_own_buffers(&self) -> bool {
+        let broadcasts = self.reducer.state().options.broadcast_buffers;
+        self.tensors.iter().any(|it| it.is_ignored || it.is_buffer && !broadcasts)
+    }
+
     /// Returns whether an optimizer's step changes all parameters in one collective, or none if it fails.
     pub(crate) fn steps_at_once(&self) -> bool {
         self.reducer.state().layout.memory.steps_at_once()

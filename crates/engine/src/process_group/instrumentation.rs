@@ -65,11 +65,18 @@ impl ProcessGroup {
     }
 
     /// Records that this rank saves a checkpoint after `steps` steps, for failure reports: it may wait for the
-    /// disk. Not a collective.
+    /// disk. Returns the rank's activity before, for [`leave_save`](Self::leave_save). Not a collective.
     #[track_caller]
-    pub(crate) fn enter_save(&self, steps: u64) {
-        self.activity().enter(Operation::Save, steps);
+    pub(crate) fn enter_save(&self, steps: u64) -> OpId {
+        let before = self.activity().enter(Operation::Save, steps);
         self.enter_phase(Operation::Save, steps);
+        before
+    }
+
+    /// Records that this rank has saved a checkpoint, and is where it was `before`.
+    pub(crate) fn leave_save(&self, before: OpId) {
+        self.end_phase();
+        self.activity().restore(before);
     }
 
     /// Sets the context of the following collectives, until the next call.

@@ -1,11 +1,11 @@
 //! What a rank's losses of an epoch add up to, where other ranks can read it although that rank has failed.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// The losses of one rank in the epoch so far, after each of its last two steps. Memory of zeros is a valid record.
 ///
-/// A rank writes it before the gradients of a step are averaged. So whoever has the averages can read what all ranks have
-/// written. No rank is more than one step ahead of another then, so two entries are enough.
+/// A rank writes it before the gradients of a step are averaged, except with a step of the program's own. So whoever has the
+/// averages can read what all ranks have written. A rank is at most one step ahead of another, so two entries are enough.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(crate) struct LossRecord([Entry; 2]);
@@ -37,6 +37,8 @@ impl LossRecord {
     /// Records the losses up to the end of step number `steps`, counted from 1.
     pub(crate) fn write(&self, steps: u64, losses: RecordedLosses) {
         let entry = self.entry(steps);
+        entry.steps.store(0, Ordering::Relaxed);
+        fence(Ordering::Release);
         entry.sum.store(losses.sum.to_bits(), Ordering::Relaxed);
         entry.counted.store(losses.counted, Ordering::Relaxed);
         entry.steps.store(steps, Ordering::Release);
@@ -61,10 +63,13 @@ impl LossRecord {
     /// Returns the losses up to the end of step number `steps`; `None` if the rank has not recorded them.
     pub(crate) fn read(&self, steps: u64) -> Option<RecordedLosses> {
         let entry = self.entry(steps);
-        (entry.steps.load(Ordering::Acquire) == steps).then(|| RecordedLosses {
-            sum: f64::from_bits(entry.sum.load(Ordering::Relaxed)),
-            counted: entry.counted.load(Ordering::Relaxed),
-        })
+        let is_there = entry.steps.load(Ordering::Acquire) == steps;
+        let sum = f64::from_bits(entry.sum.load(Ordering::Relaxed));
+        let counted = entry.counted.load(Ordering::Relaxed);
+        fence(Ordering::Acquire);
+        // The rank may have begun to write the entry of a later step.
+        let is_same = entry.steps.load(Ordering::Relaxed) == steps;
+        (steps > 0 && is_there && is_same).then_some(RecordedLosses { sum, counted })
     }
 
     /// Removes what an earlier training has recorded.

@@ -180,9 +180,9 @@ impl<M: Forward> Trainer<M> {
     }
 
     /// Saves into `dir` at the intervals of `every`, after the best validation so far, and when training ends or stops.
-    /// Call on all ranks alike; rank 0 alone, which writes, needs `dir`. Other ranks that have it, too, can save the state
-    /// of the last step if a rank fails. Before each save the parameters of all ranks are compared. Training ends with [`Error::ReplicasDiverged`] if they differ, so the newest checkpoint holds
-    /// equal replicas.
+    /// Call on all ranks alike; rank 0 alone, which writes, needs `dir`. If a rank fails, a surviving rank that has `dir`
+    /// saves the state after its last step. Before each other save the parameters of all ranks are compared. Training ends
+    /// with [`Error::ReplicasDiverged`] if they differ, so these checkpoints hold equal replicas.
     ///
     /// `options` is stored as [`TrainerState::options`], and sets nothing, unlike [`TrainerOptions`]. A program that
     /// resumes can compare it with its own options, as `ddp-mp` does. [`resume`](Self::resume) itself compares only

@@ -123,7 +123,8 @@ pub trait Callback<M> {
         Ok(())
     }
 
-    /// Runs on a rank whose training ends with `error`, which may be the failure of another rank. Collectives fail then.
+    /// Runs on each rank whose training ends with `error`: its own, or the failure of another rank. The model may be in the
+    /// middle of a step. Call no collective here: the others may not have failed yet.
     fn on_failure(&mut self, context: &mut TrainContext<M>, error: &anyhow::Error) {}
 
     /// Runs after the last step, unless the run fails. Callbacks run in the reverse of their order here: what starts

@@ -26,6 +26,8 @@ pub(super) struct LastStep {
     pub losses: RecordedLosses,
     /// The losses before the next step, once those of that step are added.
     before: Option<RecordedLosses>,
+    /// The number of steps after the newest one that was skipped.
+    skipped: Option<u64>,
     /// The progress before the end of the epoch that is being ended.
     pub epoch_end: Option<TrainerState>,
 }
@@ -40,6 +42,7 @@ impl<M> TrainContext<M> {
         let record = can_save.then(|| group.loss_record(group.rank())).transpose()?;
         record.iter().for_each(|record| record.clear());
         let losses = if can_save { self.losses()? } else { RecordedLosses::default() };
+        record.iter().for_each(|record| record.write(self.state.step, losses));
         self.last_step = LastStep { record, is_whole: true, losses, ..LastStep::default() };
         Ok(())
     }
@@ -81,9 +84,9 @@ impl<M> TrainContext<M> {
 
     /// Takes back the losses of a step that is skipped, if they are added.
     pub(super) fn take_back_losses(&mut self, step: &Step) -> Result<()> {
-        let LastStep { record, losses, before, .. } = &mut self.last_step;
+        let LastStep { record, losses, before, skipped, .. } = &mut self.last_step;
         let Some(before) = *before else { return Ok(()) };
-        *losses = before;
+        (*losses, *skipped) = (before, Some(step.index + 1));
         record.iter().for_each(|record| record.write(step.index + 1, before));
         self.counted = before.counted;
         self.loss_sum.set_sum(before.sum)
@@ -101,26 +104,27 @@ impl<M> TrainContext<M> {
     /// The reason why it cannot be saved.
     pub(super) fn restore_last_step(&mut self) -> Result<TrainerState, String> {
         let text = |error: Error| error.to_string();
-        if self.group().device() != tch::Device::Cpu {
-            return Err("only ranks on the CPU can save after a failure".into());
-        }
         if self.ddp.partitions_optimizer() {
-            return Err("each rank has a partition of the optimizer's state only".into());
+            return Err(
+                "with --zero each rank has only its own partition of the optimizer's state".into(),
+            );
+        }
+        if self.group().rank() > 0 && self.ddp.has_own_buffers() {
+            return Err("only rank 0 has the buffers that checkpoints have".into());
         }
         let mut state = self.last_step.epoch_end.take().unwrap_or_else(|| self.state.clone());
-        let mut counts = Vec::new();
+        let (mut loss_sums, mut counts) = (Vec::new(), Vec::new());
         for rank in 0..self.group().world_size() {
             let losses = self.losses_of(rank, &state).map_err(text)?.ok_or_else(|| {
                 format!(
-                    "the losses of rank {rank}, which are part of the state, are not known here"
+                    "this rank does not know the losses of rank {rank}, which belong to the state"
                 )
             })?;
-            state.loss_sums.push(losses.sum);
+            loss_sums.push(losses.sum);
             counts.push(losses.counted);
         }
-        if self.criterion.has_count() {
-            state.counts = counts;
-        }
+        state.loss_sums = loss_sums;
+        state.counts = if self.criterion.has_count() { counts } else { Vec::new() };
         let parameters = first_nonfinite(&self.ddp.flat_buffers(), |buffer| &buffer.parameters);
         if let Some(name) = parameters.map_err(text)? {
             return Err(format!("the parameter `{name}` is not finite"));
@@ -135,6 +139,10 @@ impl<M> TrainContext<M> {
     fn losses_of(&self, rank: usize, state: &TrainerState) -> Result<Option<RecordedLosses>> {
         if state.epoch_steps == 0 {
             return Ok(Some(RecordedLosses::default()));
+        }
+        // The record may still have the losses of a step that another rank was to skip.
+        if rank != self.group().rank() && self.last_step.skipped == Some(state.step) {
+            return Ok(None);
         }
         Ok(self.group().loss_record(rank)?.read(state.step))
     }

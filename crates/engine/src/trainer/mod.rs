@@ -70,9 +70,10 @@ impl<M: Forward> Trainer<M> {
             Err(_) => Some(&panicked),
         };
         if let Some(error) = failure {
-            for (_, callback) in &mut self.callbacks.0 {
-                callback.on_failure(&mut self.context, error);
-            }
+            let Self { context, callbacks } = self;
+            // Those of the program last: they may change the model, or take long.
+            callbacks.0.sort_by_key(|(order, _)| *order == Order::User);
+            callbacks.0.iter_mut().for_each(|(_, callback)| callback.on_failure(context, error));
         }
         trained.unwrap_or_else(|panic| resume_unwind(panic))
     }

@@ -90,7 +90,8 @@ impl<M> TrainContext<M> {
             counts => counts.iter().fold(0, |sum, count| sum.saturating_add(*count)),
         };
         let data_files = std::mem::take(&mut self.state.data_files);
-        self.state = TrainerState { data_files, ..saved.clone() };
+        let (loss_sums, counts, after_failure) = (Vec::new(), Vec::new(), None);
+        self.state = TrainerState { data_files, loss_sums, counts, after_failure, ..saved.clone() };
         Ok(())
     }
 }

@@ -6,6 +6,7 @@ mod held_output;
 mod running;
 
 use std::env;
+use std::fs;
 use std::io;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
@@ -311,6 +312,9 @@ impl Start<'_> {
                         && terminated.get_or_insert_with(Instant::now).elapsed() >= SAME_REQUEST
                     {
                         os::terminal::restore();
+                        if let Some(state_dir) = self.spawn.state_dir {
+                            let _ = fs::remove_dir_all(state_dir); // if this fails, it stays
+                        }
                         os::exit(code_of(SIGTERM)); // the system kills the processes
                     }
                     stops |= asks_to_stop(signal);

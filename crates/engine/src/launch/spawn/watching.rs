@@ -173,23 +173,34 @@ impl<'a, T> Watching<'a, T> {
     /// Returns how long the ranks have after a failure. Ranks that hang after a signal have had their grace period. A
     /// checkpoint that is being written is completed.
     fn time_to_return(&self) -> Duration {
-        let now = |rank: usize| self.run.activity[rank].now().operation;
-        let saves = self.run.local_ranks.clone().any(|rank| now(rank) == Operation::Save);
         let was_stopped =
             self.run.failures().first().is_some_and(|failure| failure.stopped.is_some());
         let grace_period = self.spawn.joined_launch.grace_period;
-        if was_stopped && !saves { grace_period.min(AFTER_HANG) } else { grace_period }
+        if was_stopped && !self.saves() { grace_period.min(AFTER_HANG) } else { grace_period }
+    }
+
+    /// Returns whether a rank of this process saves a checkpoint.
+    fn saves(&self) -> bool {
+        let now = |rank: usize| self.run.activity[rank].now().operation;
+        self.run.local_ranks.clone().any(|rank| now(rank) == Operation::Save)
     }
 
     /// Waits until all threads have ended, or `grace_period` is over. A rank may hang in a library, such as NCCL's abort,
     /// so the failure is shown before that.
     fn until_all_return(&mut self, grace_period: Duration) {
-        let (end, notice) = (Deadline::after(grace_period), Deadline::after(NOTICE_AFTER));
+        let (mut end, notice) = (Deadline::after(grace_period), Deadline::after(NOTICE_AFTER));
+        let longest = Deadline::after(self.spawn.joined_launch.grace_period);
         let mut is_shown = grace_period <= NOTICE_AFTER;
         while self.running > 0 {
             match (if is_shown { end } else { notice }).recv(self.ended_rx) {
                 Ok(ended) => self.ended(ended),
-                Err(_) if is_shown => return,
+                Err(_) if is_shown => {
+                    // A rank that has begun to save meanwhile completes it.
+                    if longest.is_over() || !self.saves() {
+                        return;
+                    }
+                    end = Deadline::after(AFTER_HANG);
+                }
                 Err(_) => {
                     is_shown = true;
                     self.show_failure(grace_period);

@@ -56,7 +56,10 @@ impl<M> Callback<M> for Checkpoints {
             is_saved_here.push(is_here);
         }
         group.broadcast_object_list(&mut is_saved_here, 0)?;
-        self.saved_at = (is_saved_here == [true]).then(|| checkpoint.state().step);
+        // At the end of an epoch that is not ended the state changes without a step.
+        let state = checkpoint.state();
+        let is_whole = state.epoch_steps == 0 || context.steps_from(state.samples_seen) > 0;
+        self.saved_at = (is_saved_here == [true] && is_whole).then_some(state.step);
         Ok(())
     }
 

@@ -1,16 +1,17 @@
-//! The state of the last whole step, saved by a rank that is left when another has failed.
+//! The state of the last whole step, saved by a surviving rank when another has failed.
 
 use std::sync::atomic::Ordering;
 
 use serde_json::{Map, Value};
+use tch::Device;
 
 use crate::checkpoint::{CheckpointDir, Snapshot, TrainerState};
 use crate::error::{Error, counted};
 use crate::runtime::Deadline;
 use crate::trainer::{Callback, TrainContext};
 
-/// Saves the state of the last whole step if another rank fails. The first rank that comes back saves it: all ranks have the
-/// same state, and no rank waits for one that hangs.
+/// Saves the state of the last whole step if another rank fails. The first survivor that returns from its collective saves it:
+/// it waits for no rank that hangs. Survivors differ by one step at most, and the later state counts.
 #[derive(Debug)]
 pub(in crate::trainer) struct SaveAfterFailure {
     pub dir: CheckpointDir,
@@ -21,24 +22,29 @@ pub(in crate::trainer) struct SaveAfterFailure {
 impl<M> Callback<M> for SaveAfterFailure {
     fn on_failure(&mut self, context: &mut TrainContext<M>, error: &anyhow::Error) {
         let causes = || error.chain().filter_map(|cause| cause.downcast_ref());
-        let is_left = causes().any(Error::waited_in_vain);
+        let has_survived = causes().any(Error::waited_in_vain);
         // The only rank has the whole state, too.
         let is_alone = context.group().world_size() == 1;
-        if is_left || is_alone && !causes().any(|cause| matches!(cause, Error::Save { .. })) {
+        let could_not_save = causes().any(|cause| matches!(cause, Error::Save { .. }));
+        let is_on_cpu = context.group().device() == Device::Cpu;
+        if is_on_cpu && (has_survived || is_alone && !could_not_save) {
             self.save(context);
         }
     }
 }
 
 impl SaveAfterFailure {
-    /// Saves the state, unless a rank has saved it or a later one, and says so.
+    /// Saves the state, unless a rank has saved it or a later one. Says which rank has saved, or why it cannot.
     fn save<M>(&self, context: &mut TrainContext<M>) {
         let (step, rank) = (context.state.step, context.group().rank());
-        let claimed = &context.group().run().saved_after_failure;
-        if !context.last_step.is_whole || claimed.fetch_max(step, Ordering::Relaxed) >= step {
+        if !context.last_step.is_whole || self.dir.has_step(step) {
             return;
         }
-        context.group().enter_save(step);
+        let claimed = &context.group().run().saved_after_failure;
+        if claimed.fetch_max(step, Ordering::Relaxed) >= step {
+            return;
+        }
+        let before = context.group().enter_save(step);
         let saved = context.restore_last_step().and_then(|state| {
             let state = TrainerState { after_failure: Some(rank), ..state };
             let state = context.with_run(state, &self.options);
@@ -49,6 +55,7 @@ impl SaveAfterFailure {
             });
             saved.map_err(|error| error.to_string())
         });
+        context.group().leave_save(before);
         let steps = counted(step, "step");
         match saved {
             Ok(Some(_)) => {
