@@ -97,7 +97,7 @@ pub struct LaunchSection {
     #[arg(add = MayDiffer::BetweenProcesses, add = RefusedBy::VERIFY, add = Conflict(never_warns))]
     #[serde(serialize_with = "humantime_serde::serialize")]
     pub stall_warning: Duration,
-    /// Restart up to N times after a failure, from the newest saved state
+    /// Restart up to N times, from the newest saved state
     #[arg(long, value_name = "N", value_parser = whole::<usize>(0..=MOST_RESTARTS))]
     #[arg(default_value_t = 0, add = MayDiffer::BetweenProcesses, add = RefusedBy::TOOLS)]
     pub max_restarts: usize,
