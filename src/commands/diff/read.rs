@@ -172,6 +172,10 @@ fn add(line: Fingerprint, record: &mut Option<Record>) -> Result<(), String> {
                 ranks.remove(&rank);
             }
             record.steps.retain(|_, ranks| !ranks.is_empty());
+            // If this rank has stopped in the step before, others have made it, and the run has gone on.
+            for line in record.steps.values_mut().filter_map(|ranks| ranks.get_mut(&rank)) {
+                line.stopped = false;
+            }
             let none = vec![None; parameters.len()];
             let known =
                 StepFingerprint { step, rank, parameters, buffers, ..StepFingerprint::default() };

@@ -132,7 +132,7 @@ impl<M> Callback<M> for Fingerprints {
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, _: &mut Step) -> Result<()> {
         let (ddp, Some(step)) = (&context.ddp, &mut self.step) else { return Ok(()) };
         ddp.stop_observing(OBSERVER);
-        ddp.group().synchronize()?;
+        ddp.group().await_launched()?;
         step.gradients = self.gradients.take();
         Ok(())
     }
@@ -151,7 +151,6 @@ impl<M> Callback<M> for Fingerprints {
         if step.is_skipped() {
             line.averages = average_hashes(ddp)?;
         }
-        // Not `synchronize`: a rank that has made the step may save it after the failure of another, so it has a whole line.
         ddp.group().await_launched()?;
         line.loss = step.losses.iter().map(loss).collect::<crate::error::Result<_>>()?;
         line.parameters = hashes(ddp.trained_parameters())?;
@@ -187,7 +186,8 @@ impl Drop for Fingerprints {
     }
 }
 
-/// Returns the hashes of the averaged gradients.
+/// Returns the hashes of the averaged gradients. This waits for no rank: one that has the averages makes the step, and may save
+/// its state after the failure of another.
 fn average_hashes<M>(
     ddp: &DistributedDataParallel<M>,
 ) -> crate::error::Result<Vec<Option<TensorHash>>> {
