@@ -142,7 +142,7 @@ pub(super) fn lost_rank() -> anyhow::Result<Found> {
     let folder = TemporaryFolder::new().context("creating a folder for checkpoints")?;
     let dir = folder.path().join("run");
     let save = format!("--checkpoint-dir={}", dir.to_string_lossy());
-    let fault = "--inject-fault=kill:rank=1,at=step,step=70";
+    let fault = "--inject-fault=kill:rank=1,at=step,step=20";
     let ranks = ["--nproc-per-node=3", "--spawn=processes"];
     let after_failure = hash(&[&[&ranks[..], &["--max-restarts=1", &save, fault]].concat()])?;
     let whole = hash(&[&ranks])?;
