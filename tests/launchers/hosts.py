@@ -204,6 +204,7 @@ def cut(program, hosts):
     """The cable is cut in the middle: both notice, name the other, and save where they have come to."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [*ENDLESS, "--timeout=4s", "--grace-period=4s", f"--checkpoint-dir={folder}/run"]
+        flags.append("--save-every-epochs=1000")  # so that they have not saved it already
         runs = hosts.start([program], flags)
         runs[0].until('"epoch":0')
         hosts.cable("down")
