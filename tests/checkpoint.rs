@@ -5,16 +5,17 @@ use std::fs;
 use std::io::{BufRead, BufReader, PipeReader, PipeWriter, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use ddp_mp::checkpoint::{Checkpoint, CheckpointDir, Snapshot, TensorFile, TrainerState};
-use ddp_mp::models::{ModelConfig, ModelKind, state_dict};
+use ddp_mp::models::{Model, ModelConfig, ModelKind, state_dict};
 use ddp_mp::trainer::{Loss, SaveEvery, Trainer};
 use ddp_mp::{
-    DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, Schedule, Sgd,
-    SgdOptions, SpawnError, Targets, TensorDataset,
+    DataLoader, DdpOptions, DistributedDataParallel, DistributedSampler, Optimizer, ProcessGroup,
+    Rank, Schedule, Sgd, SgdOptions, SpawnError, Targets, TensorDataset,
 };
 use rustix::process::Signal;
 use safetensors::tensor::TensorView;
@@ -661,6 +662,25 @@ fn checkpoint_dir_in_use_is_refused_to_a_second_run() {
     train("", &[&dir]);
 }
 
+/// Returns a trainer of a program of one's own, on `data` in batches of `batch_size`, with the model of `from` if there is one.
+pub(crate) fn trainer_of_program(
+    rank: &Rank,
+    group: Rc<ProcessGroup>,
+    data: &Arc<TensorDataset>,
+    batch_size: usize,
+    from: Option<&Checkpoint>,
+) -> anyhow::Result<Trainer<Model>> {
+    let (vs, model) = ModelConfig::default().build(rank.device(), 0)?;
+    if let Some(from) = from {
+        from.load_model(&vs)?;
+    }
+    let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
+    let sgd: Box<dyn Optimizer> = Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
+    let sampler = DistributedSampler::new(data.len(), rank.world_size(), rank.rank())?;
+    let loader = DataLoader::new(data.clone(), sampler, batch_size, rank.device())?;
+    Ok(Trainer::new(ddp, sgd, Schedule::constant(0.01), loader, Loss::Mse)?)
+}
+
 /// Trains on two ranks as a program of one's own does, for two epochs of `samples` samples, from `from` if there is
 /// one, and saves in `folder` after each epoch. Where each rank is then.
 fn train_in_a_program(
@@ -673,17 +693,8 @@ fn train_in_a_program(
     let checkpoint = from.map(|path| Checkpoint::read(path).unwrap());
     let data = Arc::new(TensorDataset::random(samples, 20, Targets::Values(1), 1).unwrap());
     try_ranks(2, move |rank, group| {
-        let (vs, model) = ModelConfig::default().build(rank.device(), 0)?;
-        if let Some(checkpoint) = &checkpoint {
-            checkpoint.load_model(&vs)?;
-        }
-        let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
-        let sgd: Box<dyn Optimizer> =
-            Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
-        let sampler = DistributedSampler::new(data.len(), 2, rank.rank())?;
-        let loader = DataLoader::new(data.clone(), sampler, batch_size, rank.device())?;
         let every = SaveEvery { steps: None, epochs: Some(1) };
-        let mut trainer = Trainer::new(ddp, sgd, Schedule::constant(0.01), loader, Loss::Mse)?
+        let mut trainer = trainer_of_program(rank, group, &data, batch_size, checkpoint.as_ref())?
             .checkpoints(dir.clone(), every, Default::default());
         if let Some(checkpoint) = &checkpoint {
             trainer.resume(checkpoint)?;

@@ -1,18 +1,17 @@
-//! A failure costs no step: the ranks that are left save the state of the last whole step, and the run goes on from there.
+//! A failure costs no step: a surviving rank saves the state after its last step, and the run goes on from there.
 
 use std::fs;
 use std::sync::Arc;
 
+use ddp_mp::SpawnError;
 use ddp_mp::checkpoint::{Checkpoint, CheckpointDir, TrainerState};
 use ddp_mp::data::{DataLoader, DistributedSampler, Targets, TensorDataset};
-use ddp_mp::models::ModelConfig;
-use ddp_mp::optim::{Optimizer, Schedule, Sgd, SgdOptions};
-use ddp_mp::trainer::{Callback, Loss, SaveEvery, Step, TrainContext, Trainer};
-use ddp_mp::{DdpOptions, DistributedDataParallel, SpawnError};
+use ddp_mp::trainer::{Callback, SaveEvery, Step, TrainContext};
 use proptest::prelude::*;
 use proptest::sample::select;
 use serde_json::Value;
 
+use crate::checkpoint::trainer_of_program;
 use crate::harness::{
     in_parallel, last_event, program_under, run_command, run_end, run_to, runs_every_case, some_of,
     try_ranks,
@@ -141,19 +140,10 @@ fn train(
     let data = Arc::new(TensorDataset::random(66, 20, Targets::Values(1), 1).unwrap());
     let (dir, from) = (dir.cloned(), from.map(Arc::new));
     let trained = try_ranks(2, move |rank, group| {
-        let (vs, model) = ModelConfig::default().build(rank.device(), 0)?;
-        if let Some(from) = &from {
-            from.load_model(&vs)?;
-        }
-        let ddp = DistributedDataParallel::new(model, &vs, group, DdpOptions::default())?;
-        let sgd: Box<dyn Optimizer> =
-            Box::new(Sgd::new(ddp.flat_buffers(), SgdOptions::default())?);
-        let loader = || {
-            let sampler = DistributedSampler::new(data.len(), 2, rank.rank())?;
-            DataLoader::new(data.clone(), sampler, 8, rank.device())
-        };
-        let mut trainer = Trainer::new(ddp, sgd, Schedule::constant(0.01), loader()?, Loss::Mse)?
-            .validation(loader()?, 1)
+        let sampler = DistributedSampler::new(data.len(), 2, rank.rank())?;
+        let validation = DataLoader::new(data.clone(), sampler, 8, rank.device())?;
+        let mut trainer = trainer_of_program(rank, group, &data, 8, from.as_deref())?
+            .validation(validation, 1)
             .checkpoints(dir.clone(), SaveEvery::default(), Default::default());
         if rank.rank() == 1 {
             trainer = trainer.callback(Fails { at: fails_at });
@@ -257,6 +247,7 @@ fn only_rank_that_fails_saves_its_state() {
         stderr.contains("restart 1 of 1, at step #9, from the state that rank 0 has saved"),
         "{stderr}"
     );
+    assert!(stderr.contains("rank 0 (CPU:0) failed in step #9: "), "{stderr}");
 }
 
 #[test]

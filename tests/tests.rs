@@ -35,7 +35,7 @@ mod gpt; // a gpt on a text: samples, options, validation
 mod gradients; // what is in grad, as PyTorch has it: unused parameters, several models, retained graphs
 mod groups; // some of the ranks, asynchronous operations, groups whose run has failed
 mod kernels; // whether libtorch rounds as where the values of parity were recorded
-mod last_step; // a failure costs no step: what the ranks that are left save, and when they cannot
+mod last_step; // a failure costs no step: what a surviving rank saves, and when it cannot
 mod layouts; // N ranks give one answer: as threads, as processes, on several hosts
 mod lesson; // ddp-mp lesson: right and wrong answers, and the exercises of the book
 mod libtorch; // a libtorch of another version than that of the build

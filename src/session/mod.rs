@@ -287,8 +287,7 @@ fn open_views(
     let opening = Opening { config, joined_launch, data, backend, stop, printer };
     let launch = &joined_launch.launch;
     let open_folder = || if is_first { start_point.open_folder(config, launch) } else { Ok(()) };
-    let views = Views::open(&opening, open_folder)?;
-    Ok(views)
+    Views::open(&opening, open_folder)
 }
 
 /// Returns the name of the backend, whether the network is simulated and whether steps are recorded, for the user.

@@ -87,8 +87,8 @@ fn run_processes(
     })
 }
 
-/// Returns a folder in memory for the state of the ranks that are left after a failure. `None` for a run that is not
-/// restarted, or that saves checkpoints, and if there is no such folder.
+/// Returns a folder in memory for the state of a rank that survives a failure. `None` for a run that is not restarted or
+/// that saves checkpoints, and if no such folder can be made.
 fn state_in_memory(config: &Config, max_restarts: usize) -> Option<TempDir> {
     let is_wanted = max_restarts > 0 && config.checkpoints.checkpoint_dir.is_none();
     let folder = || tempfile::Builder::new().prefix("ddp-mp-").tempdir_in("/dev/shm").ok();
@@ -98,18 +98,19 @@ fn state_in_memory(config: &Config, max_restarts: usize) -> Option<TempDir> {
 /// Returns from where a restart continues the run, for the user.
 fn restarts_from(config: &Config, state: Option<&TempDir>) -> String {
     let checkpoint_dir = config.checkpoints.checkpoint_dir.as_deref();
-    let newest = checkpoint_dir.or(state.map(TempDir::path)).map(CheckpointDir::newest_in);
-    let path = newest.as_ref().and_then(|newest| newest.as_ref().ok()?.as_deref());
-    let saved = path.and_then(|path| TrainerState::read(path).ok());
-    match (saved, checkpoint_dir) {
-        (Some(TrainerState { step, after_failure: Some(rank), .. }), _) => {
-            format!("at step #{step}, from the state that rank {rank} has saved")
-        }
-        (_, Some(dir)) if matches!(newest, Some(Ok(None))) => {
+    let dir = checkpoint_dir.or(state.map(TempDir::path));
+    let newest = dir.map_or(Ok(None), CheckpointDir::newest_in);
+    if let Ok(Some(newest)) = &newest
+        && let Ok(TrainerState { step, after_failure: Some(rank), .. }) = TrainerState::read(newest)
+    {
+        return format!("at step #{step}, from the state that rank {rank} has saved");
+    }
+    match checkpoint_dir {
+        Some(dir) if matches!(newest, Ok(None)) => {
             format!("from the start of the run, because {} has no checkpoint", dir.shown())
         }
-        (_, Some(dir)) => format!("from the newest checkpoint in {}", dir.shown()),
-        (_, None) => {
+        Some(dir) => format!("from the newest checkpoint in {}", dir.shown()),
+        None => {
             "from the beginning: no rank could save the state, and without --checkpoint-dir the run has no checkpoints"
                 .into()
         }

@@ -87,16 +87,14 @@ impl CheckpointDir {
         }
         let lock = Some(Arc::new(Lock(lock)));
         check()?; // another run may have ended just then
-        // Removes what a killed run left behind. Without such a folder, this shows that one can be created.
         for unfinished in [UNFINISHED, UNFINISHED_AFTER_FAILURE].map(|name| path.join(name)) {
-            let created = fs::create_dir_all(&unfinished);
-            created.and_then(|()| remove_checkpoint(&unfinished)).map_err(unusable(path))?;
+            remove_left(&unfinished).map_err(unusable(path))?;
         }
         Ok(Self { path: path.into(), keep_last: keep_last.max(1), _lock: lock })
     }
 
-    /// Returns the folder at `path` if another process of this run has opened it. The ranks of this one save there after a
-    /// failure only. `None` if no run has opened it, as on a host with a disk of its own.
+    /// Returns the folder at `path` if another process of this run has opened it. The ranks of this process save there after
+    /// a failure only. `None` if no run has opened the folder: this host has another disk.
     #[doc(hidden)]
     pub fn of_run(path: &Path, keep_last: usize) -> Option<Self> {
         let lock = open_lock(path, false).ok()?;
@@ -154,10 +152,11 @@ impl CheckpointDir {
         written.map(|()| folder).map_err(|error| self.explain(error))
     }
 
-    /// Writes the checkpoint of a rank that is left after a failure, unless the folder has one of this step or a later one.
+    /// Writes the checkpoint of a rank that survives a failure, unless the folder has one of this step or a later one.
     /// Returns its folder; `None` if it was not needed.
     ///
-    /// The process that has opened the folder may hang, or still write another checkpoint, so this uses a name of its own. Ranks that save after a failure wait for each other, at most until `deadline`.
+    /// The process that has opened the folder may hang, or still write another checkpoint. So this writes to a folder with a
+    /// name of its own. Survivors wait for each other, at most until `deadline`.
     ///
     /// # Errors
     /// [`Error::Save`], as [`write`](Self::write).
@@ -172,9 +171,7 @@ impl CheckpointDir {
         }
         let folder = self.path.join(folder_of(snapshot.state.step));
         let unfinished = self.path.join(UNFINISHED_AFTER_FAILURE);
-        let is_there = unfinished.exists(); // a process was killed while it saved
-        let removed = if is_there { remove_checkpoint(&unfinished) } else { Ok(()) };
-        let removed = removed.map_err(failed("saving", &unfinished));
+        let removed = remove_left(&unfinished).map_err(failed("saving", &unfinished));
         let written = removed.and_then(|()| self.write_as(&folder, &unfinished, snapshot));
         if written.is_ok() {
             let _ = self.remove_old(&unfinished); // another process may remove them
@@ -184,7 +181,7 @@ impl CheckpointDir {
         written.map(|()| Some(folder)).map_err(|error| self.explain(error))
     }
 
-    /// Locks the folder itself against other ranks that save after a failure.
+    /// Locks the folder itself against other survivors.
     fn lock_itself(&self, deadline: Deadline) -> Result<Lock> {
         let folder = File::open(&self.path).map_err(failed("saving in", &self.path))?;
         let (locked_tx, locked_rx) = bounded(1);
@@ -336,6 +333,12 @@ fn open_lock(path: &Path, create: bool) -> io::Result<File> {
     options.write(true).create(create).truncate(false);
     options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
     options.open(path.join(LOCK))
+}
+
+/// Removes what a killed process has left in `unfinished`. Without such a folder, this shows that one can be created.
+fn remove_left(unfinished: &Path) -> io::Result<()> {
+    fs::create_dir_all(unfinished)?;
+    remove_checkpoint(unfinished)
 }
 
 /// Creates a folder with the missing ones above it. Syncs each folder that has a new entry, so that no name is lost.

@@ -84,8 +84,8 @@ impl TrainerState {
         let (num_samples, seen) = (num_samples as u64, self.samples_seen as u64);
         let (best_step, best_epoch) = self.best.as_ref().map_or((0, 0), |it| (it.step, it.epoch));
         let or_unlimited = |limit: u64| if limit == 0 { u64::MAX } else { limit };
-        // Every step takes a sample, and an epoch ends with its last sample. Ranks that are left of a failed run may save
-        // before they have ended the epoch, in which all ranks get equally many samples.
+        // Every step takes a sample, and an epoch ends with its last sample. A rank that survives a failure may save
+        // before all have ended the epoch, in which all ranks get equally many samples.
         let most_seen = match self.after_failure {
             None => num_samples.saturating_sub(1),
             Some(_) => num_samples.saturating_add(world_size as u64),

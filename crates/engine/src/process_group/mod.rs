@@ -274,11 +274,10 @@ impl ProcessGroup {
     /// # Errors
     /// [`Error::Input`] if a process of the host has written invalid offsets.
     pub(crate) fn loss_record(&self, rank: usize) -> Result<InMemory<LossRecord>> {
-        let on_host = self.common.network.as_ref().and_then(|network| network.on_host());
-        if let Some(on_host) = on_host.map(|group| group.losses(rank)).transpose()?.flatten() {
-            return Ok(on_host);
+        match &self.common.network {
+            Some(network) => network.loss_record(rank),
+            None => Ok(InMemory::of(self.run().loss_records[self.ranks()[rank]].clone())),
         }
-        Ok(InMemory::of(self.run().loss_records[self.ranks()[rank]].clone()))
     }
 
     /// Returns the number of the group's ranks in this process. Not a collective.

@@ -3,6 +3,8 @@
 
 use std::mem;
 
+use tch::Device;
+
 use super::TrainContext;
 use super::context::BufferSnapshot;
 use super::find_non_finite::first_nonfinite;
@@ -37,13 +39,16 @@ impl<M> TrainContext<M> {
     pub(super) fn begin_training(&mut self, saves: bool) -> Result<()> {
         let group = self.ddp.group();
         // Each rank with a partition of the optimizer has a part of the state only.
-        let can_save =
-            saves && group.device() == tch::Device::Cpu && !self.ddp.partitions_optimizer();
-        let record = can_save.then(|| group.loss_record(group.rank())).transpose()?;
-        record.iter().for_each(|record| record.clear());
-        let losses = if can_save { self.losses()? } else { RecordedLosses::default() };
-        record.iter().for_each(|record| record.write(self.state.step, losses));
-        self.last_step = LastStep { record, is_whole: true, losses, ..LastStep::default() };
+        let can_save = saves && group.device() == Device::Cpu && !self.ddp.partitions_optimizer();
+        let mut last_step = LastStep { is_whole: true, ..LastStep::default() };
+        if can_save {
+            let record = group.loss_record(group.rank())?;
+            last_step.losses = self.losses()?;
+            record.clear();
+            record.write(self.state.step, last_step.losses);
+            last_step.record = Some(record);
+        }
+        self.last_step = last_step;
         Ok(())
     }
 

@@ -19,16 +19,17 @@ mod step;
 mod summary;
 mod warm_up;
 
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use tch::Device;
 
 use crate::checkpoint::TrainerState;
 use crate::data::Batch;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::models::Forward;
 use crate::operation::Operation;
+use crate::runtime::panics;
 use callbacks::{Callbacks, Order};
 use own_step::Share;
 
@@ -56,26 +57,16 @@ impl<M: Forward> Trainer<M> {
     /// Trains until `max_epochs` epochs (at least 1) are done or the run stops. A collective.
     ///
     /// # Errors
-    /// The first error on any rank.
+    /// The first error on any rank. A panic is an error, too.
     #[inline(never)] // for `built_in_models`
     pub fn train(&mut self, max_epochs: u64) -> anyhow::Result<Summary> {
-        let trained = catch_unwind(AssertUnwindSafe(|| self.train_to_the_end(max_epochs)));
         // Forward passes, which return no errors, throw them.
-        let trained =
-            trained.or_else(|panic| panic.downcast().map(|error: Box<Error>| Err((*error).into())));
-        let panicked = anyhow::Error::msg("this rank has panicked");
-        let failure = match &trained {
-            Ok(Ok(_)) => None,
-            Ok(Err(error)) => Some(error),
-            Err(_) => Some(&panicked),
-        };
-        if let Some(error) = failure {
+        let trained = catch_unwind(AssertUnwindSafe(|| self.train_to_the_end(max_epochs)))
+            .unwrap_or_else(|panic| Err(panics::error(panic)));
+        trained.inspect_err(|error| {
             let Self { context, callbacks } = self;
-            // Those of the program last: they may change the model, or take long.
-            callbacks.0.sort_by_key(|(order, _)| *order == Order::User);
-            callbacks.0.iter_mut().for_each(|(_, callback)| callback.on_failure(context, error));
-        }
-        trained.unwrap_or_else(|panic| resume_unwind(panic))
+            callbacks.each_on_failure(|callback| callback.on_failure(context, error));
+        })
     }
 
     fn train_to_the_end(&mut self, max_epochs: u64) -> anyhow::Result<Summary> {

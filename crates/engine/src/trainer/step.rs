@@ -13,7 +13,7 @@ pub struct Step {
     pub lr: f64,
     /// This rank's batches. Gradients of more than one are accumulated; the last step of an epoch may have fewer.
     pub batches: Vec<Batch>,
-    /// The mean loss of each batch that has had its backward, without dimensions, on the rank's device.
+    /// The mean loss of each batch that has had its forward pass, without dimensions, on the rank's device.
     pub losses: Vec<Tensor>,
     /// The norm of all gradients before they were clipped; `None` if they were not.
     pub grad_norm: Option<Tensor>,

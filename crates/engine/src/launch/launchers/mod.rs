@@ -187,8 +187,8 @@ pub struct Launch {
     /// The store of the parent process, with `--spawn=processes` or `--max-restarts`: the parent reads the reason
     /// of a failure there.
     pub parent: Option<MasterEndpoint>,
-    /// The folder for the state of ranks that are left after a failure, which the next start reads. The parent process
-    /// makes it for a run that it restarts and that has no folder for checkpoints.
+    /// The folder for the state of a rank that survives a failure, which the next start reads. The parent process makes it
+    /// for a run that it restarts and that has no folder for checkpoints.
     pub state_dir: Option<PathBuf>,
 }
 

@@ -27,7 +27,7 @@ use crate::operation::Operation;
 use crate::process_group::call::Call;
 use crate::process_group::dtype::num_bytes;
 use crate::process_group::local::{self, Host, HostGroup, InMemory, Mailboxes};
-use crate::runtime::{Deadline, RunContext, StopRequest, format_call_site};
+use crate::runtime::{Deadline, LossRecord, RunContext, StopRequest, format_call_site};
 
 /// More than this many bytes may not fit into a socket. Gloo's all_to_all begins to send before it asks for what it
 /// receives. Its request waits behind such a part, and the parts of two processes cross one after the other. With more
@@ -318,15 +318,21 @@ impl Network {
         }
     }
 
+    /// Returns where the losses of the group rank `rank` are: see [`ProcessGroup::loss_record`].
+    ///
+    /// [`ProcessGroup::loss_record`]: crate::ProcessGroup::loss_record
+    pub(crate) fn loss_record(&self, rank: usize) -> Result<InMemory<LossRecord>> {
+        let on_host = self.on_host.as_ref().map(|group| group.losses(rank)).transpose()?;
+        let received = || InMemory::of(self.run.loss_records[self.members[rank]].clone());
+        Ok(on_host.flatten().unwrap_or_else(received))
+    }
+
     /// Returns the losses of the ranks that this one uses the network for.
     fn own_losses(&self) -> WireLosses {
         let mut losses = WireLosses::default();
         for (rank, losses) in self.map.here().zip(&mut losses) {
-            let record = match &self.on_host {
-                Some(group) => group.losses(rank).ok().flatten(),
-                None => Some(InMemory::of(self.run.loss_records[self.members[rank]].clone())),
-            };
-            *losses = record.map_or([0; 3], |record| record.newest()).map(U64::new);
+            let newest = self.loss_record(rank).map_or([0; 3], |record| record.newest());
+            *losses = newest.map(U64::new);
         }
         losses
     }

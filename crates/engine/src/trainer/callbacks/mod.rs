@@ -78,6 +78,13 @@ impl<M> Callbacks<M> {
         self.0.iter().any(|(other, _)| *other == order)
     }
 
+    /// Calls `call` with each callback, those of the program last: they may change the model, or take long.
+    pub(super) fn each_on_failure(&mut self, mut call: impl FnMut(&mut dyn Callback<M>)) {
+        let (of_program, ours): (Vec<_>, Vec<_>) =
+            self.0.iter_mut().partition(|(order, _)| *order == Order::User);
+        ours.into_iter().chain(of_program).for_each(|(_, callback)| call(&mut **callback));
+    }
+
     /// Calls `call` with each callback, in their order, until one returns an error.
     pub(super) fn each(
         &mut self,
