@@ -6,7 +6,7 @@ use std::sync::Arc;
 use ddp_mp::SpawnError;
 use ddp_mp::checkpoint::{Checkpoint, CheckpointDir, TrainerState};
 use ddp_mp::data::{DataLoader, DistributedSampler, Targets, TensorDataset};
-use ddp_mp::trainer::{Callback, SaveEvery, Step, TrainContext};
+use ddp_mp::trainer::{Amp, Callback, SaveEvery, Step, TrainContext, TrainerOptions};
 use proptest::prelude::*;
 use proptest::sample::select;
 use serde_json::Value;
@@ -188,6 +188,64 @@ fn failure_at_the_end_of_an_epoch_loses_neither_its_loss_nor_its_validation() {
     }
     assert_eq!(resumed, whole);
     assert_eq!(newest().state().after_failure, None);
+}
+
+/// Rank 1 fails as soon as it has made step 6. Rank 0 has the averages of that step, and goes on when the run has failed.
+struct FailsBetween {
+    rank: usize,
+}
+
+impl<M> Callback<M> for FailsBetween {
+    fn on_after_backward(
+        &mut self,
+        context: &mut TrainContext<M>,
+        step: &mut Step,
+    ) -> anyhow::Result<()> {
+        while step.index == 6 && self.rank == 0 && context.group().synchronize().is_ok() {
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+
+    fn on_step_start(&mut self, _: &mut TrainContext<M>, step: &mut Step) -> anyhow::Result<()> {
+        anyhow::ensure!(step.index < 7 || self.rank == 0, "rank 1 fails");
+        Ok(())
+    }
+}
+
+#[test]
+fn rank_that_has_the_averages_completes_its_step() {
+    let with = |change: fn(&mut TrainerOptions)| {
+        let mut options = TrainerOptions::default();
+        change(&mut options);
+        options
+    };
+    let all = [
+        TrainerOptions::default(),
+        with(|it| it.amp = Amp::Fp16),
+        with(|it| it.max_grad_norm = Some(0.5)),
+        with(|it| it.skip_nonfinite = Some(3)),
+        with(|it| it.exact_mean = true),
+    ];
+    let data = Arc::new(TensorDataset::random(256, 20, Targets::Values(1), 1).unwrap());
+    for options in all {
+        let folder = tempfile::tempdir().unwrap();
+        let run = folder.path().join("run");
+        let (dir, data, trained_with) =
+            (CheckpointDir::open(&run, 9).unwrap(), data.clone(), options.clone());
+        let failed = try_ranks(2, move |rank, group| {
+            let trainer = trainer_of_program(rank, group, &data, 8, None)?;
+            let mut trainer = trainer
+                .options(trained_with.clone())?
+                .checkpoints(Some(dir.clone()), SaveEvery::default(), Default::default())
+                .replace_batches(FailsBetween { rank: rank.rank() }); // before all other callbacks
+            Ok(trainer.train(1)?)
+        });
+        assert_eq!(failed.unwrap_err().failure.rank, 1, "{options:?}");
+        let newest = CheckpointDir::newest_in(&run).unwrap().unwrap();
+        let saved = TrainerState::read(&newest).unwrap();
+        assert_eq!((saved.step, saved.after_failure), (7, Some(0)), "{options:?}");
+    }
 }
 
 #[test]

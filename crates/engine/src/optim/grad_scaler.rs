@@ -117,13 +117,7 @@ pub struct GradScaler {
 enum Stage {
     Scaled,
     Unscaled,
-    /// The gradients have been looked at.
-    Checked {
-        found_inf: bool,
-    },
-    Stepped {
-        found_inf: bool,
-    },
+    Stepped { found_inf: bool },
 }
 
 impl GradScaler {
@@ -251,7 +245,7 @@ impl GradScaler {
             Stage::Scaled => {
                 return out_of_turn("update needs gradients that were unscaled before");
             }
-            Stage::Unscaled | Stage::Checked { .. } => self.found_inf()?,
+            Stage::Unscaled => self.found_inf()?,
             Stage::Stepped { found_inf } => found_inf,
         };
         self.stage = Stage::Scaled;
@@ -291,22 +285,14 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Does what [`step`](Self::step) does before the optimizer's step, and can fail: looks whether the gradients are finite.
-    pub(crate) fn prepare_step(&mut self) -> Result<()> {
-        if self.enabled { self.found_inf().map(drop) } else { Ok(()) }
-    }
-
     /// Returns whether a gradient is not finite. Waits for the device.
     fn found_inf(&mut self) -> Result<bool> {
-        match self.stage {
-            Stage::Checked { found_inf } => return Ok(found_inf),
-            Stage::Scaled => self.unscale_()?,
-            _ => {}
+        if self.stage == Stage::Scaled {
+            self.unscale_()?;
         }
-        self.group.synchronize()?; // this wait ends if another rank fails
-        let found_inf = self.found_inf.f_double_value(&[]).doing("reading found_inf")? != 0.0;
-        self.stage = Stage::Checked { found_inf };
-        Ok(found_inf)
+        self.group.await_launched()?; // on a GPU, this wait ends if another rank fails
+        let found = self.found_inf.f_double_value(&[]).doing("reading found_inf")?;
+        Ok(found != 0.0)
     }
 }
 

@@ -184,7 +184,6 @@ impl<M: Forward> Trainer<M> {
                 step.grad_norm = Some(context.ddp.clip_grad_norm(max_norm)?);
             }
             callbacks.each(|callback| callback.on_before_optimizer_step(context, &step))?;
-            context.scaler.prepare_step()?;
             context.last_step.is_whole = false;
             let stepped = context.scaler.step(&mut *context.optimizer, step.lr);
             // Ranks that share a model all step, or none does.

@@ -101,7 +101,7 @@ impl<M> Callback<M> for KeptTensors {
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
         context.ddp.stop_observing(OBSERVER);
         let Some(ddp) = self.ddp_here(context, step) else { return Ok(()) };
-        ddp.group().synchronize()?;
+        ddp.group().await_launched()?;
         self.keep("output", numbered(&ddp.take_outputs()))?;
         Ok(self.keep("loss", numbered(&step.losses))?)
     }
@@ -112,7 +112,7 @@ impl<M> Callback<M> for KeptTensors {
         step: &Step,
     ) -> Result<()> {
         let Some(ddp) = self.ddp_here(context, step) else { return Ok(()) };
-        ddp.group().synchronize()?;
+        ddp.group().await_launched()?;
         let averages = ddp.trained_parameters().into_iter();
         let averages = averages.map(|(name, parameter)| (name, parameter.grad()));
         Ok(self.keep("average", averages.filter(|(_, average)| average.defined()))?)
@@ -123,7 +123,7 @@ impl<M> Callback<M> for KeptTensors {
             self.on_before_optimizer_step(context, step)?;
         }
         let Some(ddp) = self.ddp_here(context, step) else { return Ok(()) };
-        ddp.group().synchronize()?;
+        ddp.group().await_launched()?;
         self.keep("parameter", ddp.trained_parameters())?;
         self.keep("buffer", ddp.untrained_tensors())?;
         Ok(write_tensors(&self.place.file, self.tensors.take())?)

@@ -73,7 +73,7 @@ impl<M> Callback<M> for WeightProbe {
     /// Records this rank's numbers of a step, after gradients are averaged and before they are clipped or used.
     fn on_after_backward(&mut self, context: &mut TrainContext<M>, step: &mut Step) -> Result<()> {
         let Some(probe) = self.probe.as_ref().filter(|_| !step.is_skipped()) else { return Ok(()) };
-        context.group().synchronize()?;
+        context.group().await_launched()?;
         let samples = context.samples(0, context.options.accumulate)?;
         let [local, averaged] = [&probe.local, &probe.parameter.grad()].map(values);
         let (local, averaged, before) = (local?, averaged?, values(&probe.parameter)?);
