@@ -248,6 +248,69 @@ fn signal_stops_the_run_without_a_restart() {
     }
 }
 
+/// A start whose ranks have all ended goes on in its process. A rank that hangs cannot be ended there, and a killed process
+/// has nothing left.
+#[test]
+fn ranks_that_have_all_ended_start_again_in_their_process() {
+    for (kind, stays) in some_of([("error", true), ("panic", true), ("stall", false)], 2) {
+        let fault = format!("--inject-fault={kind}:rank=1,at=step,step=40");
+        let args = ["--nproc-per-node=2", "--max-epochs=1000000", "--log-format=json"];
+        let limits = ["--timeout=3s", "--grace-period=1s", "--max-restarts=2", &fault];
+        let mut command = program(&[&args[..], &limits].concat());
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        let stderr = Reading::of(child.stderr.take().unwrap());
+        let mut next_start = || {
+            let mut line = String::new();
+            while !line.contains("\"start\"") {
+                line.clear();
+                assert!(stdout.read_line(&mut line).unwrap() > 0, "{kind}");
+            }
+            line
+        };
+        next_start();
+        let first = processes_of(&child).next();
+        assert!(next_start().contains("\"restart\":1"), "{kind}");
+        let second = processes_of(&child).next();
+        assert_eq!(first == second, stays, "{kind}: {first:?} {second:?}");
+        send("KILL", second.unwrap());
+        assert!(next_start().contains("\"restart\":2"), "{kind}");
+        // The signals that were handled in an earlier start still are.
+        send("INT", child.id());
+        let text = rest(stdout);
+        assert_eq!(end(child).0, Some(130), "{kind}");
+        let stderr = String::from_utf8(stderr.end()).unwrap();
+        assert_eq!(last_event(&text)["stopped"], "SIGINT", "{text}");
+        assert!(stderr.contains("restart 1 of 2, at step #40, from the state"), "{stderr}");
+        assert!(stderr.contains("restart 2 of 2, at step #40, "), "{stderr}");
+    }
+}
+
+#[test]
+fn signals_reach_a_start_in_the_process_of_an_earlier_one() {
+    let fault = "--inject-fault=error:rank=1,at=step,step=40";
+    let (mut child, mut stdout) = long_run(&["--nproc-per-node=2", "--max-restarts=2", fault]);
+    let mut errors = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("\"restart\":1") {
+        line.clear();
+        assert!(stdout.read_line(&mut line).unwrap() > 0);
+    }
+    send("USR2", child.id());
+    let mut told = String::new();
+    while !told.contains("what each rank does") {
+        assert!(errors.read_line(&mut told).unwrap() > 0, "{told}");
+    }
+    let errors = Reading::of(errors);
+    send("INT", child.id());
+    let text = rest(stdout);
+    assert_eq!(end(child).0, Some(130), "{text}");
+    assert_eq!(last_event(&text)["stopped"], "SIGINT", "{text}");
+    told += &String::from_utf8(errors.end()).unwrap();
+    assert_eq!(told.matches("what each rank does").count(), 1, "{told}");
+    assert_eq!(told.matches("SIGINT: stopping after this step").count(), 1, "{told}");
+}
+
 /// A script that starts a program with `&` ignores SIGINT for it, and nohup SIGHUP.
 #[test]
 fn signals_that_were_ignored_at_the_start_stay_ignored() {

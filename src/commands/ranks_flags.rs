@@ -79,7 +79,7 @@ impl RanksFlags {
             let (placement, _) = place_all(&config, cuda)?;
             check(flags, &placement)?;
         }
-        let ended = run_command(config, &launch, false, cuda, printer, |config| {
+        let ended = run_command(config, &launch, false, cuda, printer, |config, launch| {
             let command = format!("{flags:?}");
             let joined = session::join_launch(&config, &command, launch.clone(), cuda, printer)?;
             if joined.is_first() {

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::config::Config;
 use crate::session::{
-    Session, Training, after_restart, refuse_different_replicas, remove_kept, run_command,
-    show_end, stop_at_signals,
+    Session, Training, after_restart, handle_signals, refuse_different_replicas, remove_kept,
+    run_command, show_end,
 };
 use engine::data::{DataLoader, DistributedSampler};
 use engine::error::Shown;
@@ -28,13 +28,17 @@ pub fn train(
     printer: &Arc<Printer>,
 ) -> anyhow::Result<Option<StopReason>> {
     let launch = Launch::from_env(&config.launch_options(), cuda)?;
+    let mut requests = None;
     // Each child process comes here, too, and trains its ranks.
-    run_command(config, &launch, true, cuda, printer, |config| {
-        let restarts = Restarts::before(&launch)?;
-        let config = after_restart(config, &launch, &restarts, printer)?;
-        let stop = stop_at_signals(&config, &launch, &restarts, printer)?;
-        let joined = Session::join(config, launch.clone(), restarts, stop.clone(), cuda, printer)?;
-        let Some(session) = joined else { return Ok(stop.request_reason()) };
+    run_command(config, &launch, true, cuda, printer, |config, launch| {
+        let restarts = Restarts::before(launch)?;
+        let config = after_restart(config, launch, &restarts, printer)?;
+        let requests = match &requests {
+            Some(requests) => requests,
+            None => requests.insert(handle_signals(&config, launch, &restarts, printer)?),
+        };
+        let joined = Session::join(config, launch.clone(), restarts, requests, cuda, printer)?;
+        let Some(session) = joined else { return Ok(requests.stop.request_reason()) };
         let session = Arc::new(session);
         let shared = session.clone();
         let result = session.spawn().run(move |rank| train_on(rank, &shared));

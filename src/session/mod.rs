@@ -50,13 +50,21 @@ pub(crate) use training::Training;
 /// as a failure and uses up a restart. Agents poll as rarely as every 5 s.
 const AGENT_POLL_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Returns what stops a run of `config`: signals, and the end of its time, which its earlier starts have used, too.
-pub(crate) fn stop_at_signals(
+/// What asks a run in this process for something: in all its starts here, because signals are handled once.
+pub(crate) struct Requests {
+    /// The request to stop: by a signal, or at the end of the time.
+    pub stop: Arc<StopRequest>,
+    /// The requests to print what the ranks are doing.
+    status: Receiver<()>,
+}
+
+/// Handles the signals to a run of `config`. Its earlier starts have used a part of its time.
+pub(crate) fn handle_signals(
     config: &Config,
     launch: &Launch,
     restarts: &Restarts,
     printer: &Arc<Printer>,
-) -> anyhow::Result<Arc<StopRequest>> {
+) -> anyhow::Result<Requests> {
     let printer = printer.clone();
     let time = config.training.max_seconds.map(|time| time.saturating_sub(restarts.elapsed));
     let grace_period = config.launch.grace_period;
@@ -71,8 +79,9 @@ pub(crate) fn stop_at_signals(
         _ => {}
     });
     let stop = Arc::new(stop);
-    stop_on_signals(&stop).context("watching for signals")?;
-    Ok(stop)
+    let watching = "watching for signals";
+    stop_on_signals(&stop).context(watching)?;
+    Ok(Requests { stop, status: status_signal().context(watching)? })
 }
 
 /// A run of training in this process: the state that its ranks share.
@@ -105,13 +114,13 @@ impl Session {
         config: Config,
         launch: Launch,
         restarts: Restarts,
-        stop: Arc<StopRequest>,
+        requests: &Requests,
         cuda: &Cuda,
         printer: &Arc<Printer>,
     ) -> anyhow::Result<Option<Self>> {
-        let status_requests = status_signal().context("watching for signals")?;
+        let Requests { stop, status } = requests;
         let (config, data) = open_data(config)?;
-        let joined_launch = join_unless_stopped(&config, launch, &stop, cuda, printer)?;
+        let joined_launch = join_unless_stopped(&config, launch, stop, cuda, printer)?;
         let Some(joined_launch) = joined_launch else { return Ok(None) };
         joined_launch.before_ranks(|| config.validate_for(joined_launch.world_size()))?;
         joined_launch.before_ranks(|| check_simulated_network(&config, &joined_launch))?;
@@ -123,7 +132,7 @@ impl Session {
             StartPoint::default()
         };
         let views = joined_launch.before_ranks(|| {
-            open_views(&config, &joined_launch, &data, &mut start_point, &stop, printer)
+            open_views(&config, &joined_launch, &data, &mut start_point, stop, printer)
         })?;
         let session = Self {
             observers: views.observers(printer),
@@ -132,10 +141,10 @@ impl Session {
             joined_launch,
             data,
             start_point,
-            stop,
+            stop: stop.clone(),
             restarts,
             printer: printer.clone(),
-            status_requests,
+            status_requests: status.clone(),
             stopped: OnceLock::new(),
         };
         if session.joined_launch.is_first() {

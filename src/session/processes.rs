@@ -13,14 +13,15 @@ use engine::error::{Error, Result, Shown};
 use engine::events::Event;
 use engine::ffi::cuda::Cuda;
 use engine::launch::{
-    ChildError, Children, ErrorKind, Launch, LaunchKind, ProcessesEnd, SpawnChoice, SpawnError,
-    SpawnProcesses, StopReason,
+    ChildError, Children, ErrorKind, Launch, LaunchKind, ProcessesEnd, Restarts, SpawnChoice,
+    SpawnError, SpawnProcesses, StopReason,
 };
 use views::{LogFormat, Printer};
 
 /// Runs a command by `here`, on ranks of this process. If `config` asks for child processes, one for each rank or one for all
-/// ranks, they run it in the place of this process, and are restarted after a failure. `stops`: whether the command stops at
-/// a signal and saves. Returns why the run has stopped early, if it has.
+/// ranks, they run it in the place of this process, and are restarted after a failure: a process whose ranks have all ended
+/// calls `here` again. `stops`: whether the command stops at a signal and saves. Returns why the run has stopped early, if it
+/// has.
 ///
 /// # Errors
 /// Those of `here`, which are also left where the launcher and the parent process look for them, and of the child processes;
@@ -31,12 +32,23 @@ pub(crate) fn run_command(
     stops: bool,
     cuda: &Cuda,
     printer: &Printer,
-    here: impl FnOnce(Config) -> anyhow::Result<Option<StopReason>>,
+    mut here: impl FnMut(Config, &Launch) -> anyhow::Result<Option<StopReason>>,
 ) -> anyhow::Result<Option<StopReason>> {
     // For other commands, a file may have `max_restarts` for training.
     let max_restarts = if stops { max_restarts(&config, launch)? } else { 0 };
     if max_restarts == 0 && !starts_processes(&config, launch) {
-        return here(config).map_err(|error| leave_error(launch, error, printer));
+        let mut launch = launch.clone();
+        loop {
+            let error = match here(config.clone(), &launch) {
+                Ok(reason) => return Ok(reason),
+                Err(error) => leave_error(&launch, error, printer),
+            };
+            if !may_stay(&error, &launch, cuda) || !Restarts::ask_to_stay(&launch).unwrap_or(false)
+            {
+                return Err(error);
+            }
+            launch.restart_count += 1;
+        }
     }
     match run_processes(&config, launch, stops, max_restarts, cuda, printer)? {
         ProcessesEnd::Well(reason) => Ok(reason),
@@ -166,6 +178,15 @@ fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
         launch.this_process(),
         restarts = config.launch.max_restarts,
     )))
+}
+
+/// Returns whether the ranks can start again in this process, which was started as `launch` says, after `error`. A GPU may be
+/// unusable in a process after an error, and a thread that has not come back still uses what it shares.
+fn may_stay(error: &anyhow::Error, launch: &Launch, cuda: &Cuda) -> bool {
+    let has_ended = |failed: &Box<SpawnError>| failed.stuck.is_empty() && failed.stopped.is_none();
+    let is_known = error.is::<AlreadyReported>() && error.downcast_ref().is_some_and(has_ended);
+    let is_restarted = launch.parent.is_some() && launch.restart_count < launch.max_restarts;
+    is_known && is_restarted && launch.kind == LaunchKind::Local && cuda.usable() == 0
 }
 
 /// Marks an error that the user has seen, or that another process reports.

@@ -155,7 +155,7 @@ pub fn bench_step(
         config.launch.nproc_per_node = Nproc::Count(1);
     }
     let launch = Launch::from_env(&config.launch_options(), cuda)?;
-    let ended = run_command(config, &launch, false, cuda, printer, |config| {
+    let ended = run_command(config, &launch, false, cuda, printer, |config, launch| {
         let (config, data) = open_data(config)?;
         let command = format!("bench step --steps={steps}");
         let joined_launch = session::join_launch(&config, &command, launch.clone(), cuda, printer)?;

@@ -50,7 +50,7 @@ pub fn verify(
     if launch.kind != LaunchKind::Spawned {
         refuse_launcher(&launch)?;
     }
-    let ended = run_command(config, &launch, false, cuda, printer, |config| {
+    let ended = run_command(config, &launch, false, cuda, printer, |config, launch| {
         let (config, data) = open_data(config)?;
         let command = format!("verify --steps={steps}");
         let joined = session::join_launch(&config, &command, launch.clone(), cuda, printer)?;

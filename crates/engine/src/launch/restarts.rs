@@ -1,17 +1,27 @@
 //! `--max-restarts`: the messages between the parent process, which restarts the ranks (`launch/processes/mod.rs`), and
 //! each start, through the store of the parent.
+//!
+//! A start whose ranks are threads on CPUs, and have all ended, asks for the next one in the same process.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::messages::{from_json, to_json};
+use super::processes::store_prefix;
 use super::{Launch, MasterEndpoint};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
+use crate::os;
 
 /// The message of the parent process to each start after the first.
 const RESTARTS: &str = "restarts";
+
+/// Key of a start that waits for the next one in its process.
+const WAITS: &str = "waits";
+
+/// Key of the answer of the parent process to it.
+const ANSWER: &str = "answer";
 
 /// Longest wait for the parent process. A machine under load may take seconds; without its parent a process ends.
 pub(crate) const PARENT_TIMEOUT: Duration = Duration::from_secs(30);
@@ -63,6 +73,32 @@ impl Restarts {
         let (Some(parent), 1..) = (&launch.parent, launch.max_restarts) else { return Ok(()) };
         // The store answers this request, so the key has arrived.
         connect(parent)?.add(key, 1).map(drop)
+    }
+
+    /// Asks the parent process whether the ranks are restarted in this process. It must have got the error of this start:
+    /// see [`ChildError::leave`](super::ChildError::leave).
+    ///
+    /// # Errors
+    /// The errors of [`Restarts::before`], and that the parent process cannot be woken.
+    #[doc(hidden)]
+    pub fn ask_to_stay(launch: &Launch) -> Result<bool> {
+        let Some(parent) = &launch.parent else { return Ok(false) };
+        let store = connect(parent)?.under(&store_prefix(launch.restart_count));
+        store.add(WAITS, 1)?; // The store answers this request, so the key has arrived.
+        os::wake_parent()
+            .map_err(|error| Error::unsupported(format!("waking the parent: {error}")))?;
+        let answer = store.get(ANSWER, PARENT_TIMEOUT)?;
+        Ok(answer.is_some_and(|answer| answer == [u8::from(true)]))
+    }
+
+    /// Returns whether the process of a start waits for the answer of this one. `store` is that of the start.
+    pub(crate) fn is_asked(store: &TcpStore) -> Result<bool> {
+        Ok(store.check(WAITS)? && !store.check(ANSWER)?)
+    }
+
+    /// Answers the process of a start.
+    pub(crate) fn answer(store: &TcpStore, stays: bool) -> Result<()> {
+        store.set(ANSWER, &[u8::from(stays)])
     }
 
     /// Adds the `reason` of the next restart, and stores all of this in `store` for the next start.

@@ -146,7 +146,9 @@ fn last_seen(run: &RunContext, rank: usize, seen: &[OpEntry], now: Duration) -> 
 /// Returns a collective that a rank waits in, with the phase of the step that calls it:
 /// `all_reduce #118 (bucket 3) of backward #40 at src/main.rs:40`.
 pub(super) fn within(op: &OpEntry, seen: &[OpEntry]) -> String {
-    let phase = seen.iter().rev().find(|phase| op.group.is_some() && phase.is_open_phase());
+    // A rank may begin to save while the collective is still recorded as open.
+    let calls = |phase: &&OpEntry| phase.is_open_phase() && phase.started_at <= op.started_at;
+    let phase = seen.iter().rev().find(|phase| op.group.is_some() && calls(phase));
     let phase = phase.map_or(String::new(), |phase| format!(" of {}", phase.at));
     format!("{op}{phase}{}", op.source_line.in_message())
 }
@@ -175,6 +177,21 @@ mod tests {
         run.flight_recorder
             .begin(0, OpStart { group: Some(0), ..OpStart::alone(at, Location::caller()) });
         run
+    }
+
+    /// The rank's backward has ended with an error, and it saves its state.
+    #[test]
+    fn phase_after_a_collective_is_not_the_one_that_calls_it() {
+        let entry = |operation, sequence, from| {
+            OpEntry::new(OpId { operation, sequence }, Duration::from_millis(from))
+        };
+        let waits = OpEntry { group: Some(0), ..entry(Operation::AllReduce, 8, 5) };
+        let backward = entry(Operation::Backward, 3, 4);
+        let save = entry(Operation::Save, 3, 6);
+        let text = within(&waits, &[backward.clone(), waits.clone()]);
+        assert!(text.starts_with("all_reduce #8 of backward #3"), "{text}");
+        let text = within(&waits, &[waits.clone(), save]);
+        assert!(text.starts_with("all_reduce #8") && !text.contains("save"), "{text}");
     }
 
     /// Rank 1 may wait in the same collective: its heartbeats do not arrive.

@@ -25,5 +25,5 @@ pub use process::{
     check_working_directory, exit, hold_signals_of_user, hold_user_signals,
     ignore_file_size_signal, release_user_signals, tie_to_this_process, wait_for_end,
 };
-pub(crate) use process::{is_ignored, release_signals, send_signal};
+pub(crate) use process::{is_ignored, release_signals, send_signal, wake_parent};
 pub use signal_cleanup::{Ended, TemporaryFolder, TiedChild, text_in};

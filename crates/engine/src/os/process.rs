@@ -139,6 +139,15 @@ pub fn wait_for_end(process: u32) {
     while let Err(Errno::INTR) = waitid(WaitId::Pid(pid), ends) {}
 }
 
+/// Wakes a parent process that waits for the end of its child processes.
+///
+/// # Errors
+/// If the system call fails.
+pub(crate) fn wake_parent() -> io::Result<()> {
+    let parent = getppid().ok_or(Errno::SRCH)?;
+    Ok(kill_process(parent, Signal::CHILD)?)
+}
+
 /// Sends `signal` to `child`, if it has not ended.
 ///
 /// # Errors

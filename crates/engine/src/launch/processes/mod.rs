@@ -1,5 +1,6 @@
 //! `--spawn=processes`: a process for each rank of this machine, as `torch.multiprocessing.spawn` starts them. Also
-//! `--max-restarts`, which restarts them after a failure, or restarts one process with all ranks as threads.
+//! `--max-restarts`, which restarts them after a failure, or restarts one process with all ranks as threads: a new process,
+//! or the same one if its threads have all ended.
 
 mod child_error;
 mod held_output;
@@ -36,8 +37,9 @@ use crate::os::{
     terminal::LentTerminal,
 };
 use crate::runtime::{Deadline, RankFailure, StopReason};
+use child_error::failures_in_a_row;
+pub(super) use child_error::store_prefix;
 pub use child_error::{ChildError, ErrorKind};
-use child_error::{failures_in_a_row, store_prefix};
 use held_output::OutputOfProcesses;
 use running::RunningProcesses;
 
@@ -136,6 +138,7 @@ impl SpawnProcesses<'_> {
     ) -> Result<ProcessesEnd> {
         let (began, mut restarts) = (Instant::now(), Restarts::default());
         let mut positions = Vec::new();
+        let mut stays = None;
         loop {
             let restart_count = restarts.reasons.len();
             let start = Start {
@@ -143,7 +146,10 @@ impl SpawnProcesses<'_> {
                 store: store.under(&store_prefix(restart_count)),
                 restart_count,
             };
-            let mut all = start.begin(store)?;
+            let mut all = match stays.take() {
+                Some(all) => all,
+                None => start.begin(store)?,
+            };
             if let (Some(lent), Some(Some(rank_0))) = (lent, all.children.first()) {
                 lent.lend_to(rank_0.id());
             }
@@ -158,11 +164,19 @@ impl SpawnProcesses<'_> {
             error.repeated = failures_in_a_row(&positions);
             let wrong_input = matches!(error.kind, ErrorKind::WrongInput);
             if wrong_input || stops || restart_count == self.max_restarts {
+                if all.are_there() {
+                    Restarts::answer(&start.store, false)?;
+                    start.wait(&mut all, store, signals);
+                }
                 return Ok(ProcessesEnd::Badly(Box::new(error), restarts.reasons));
             }
             before_restart(restart_count + 1, &error);
             let reason = error.text.lines().next().unwrap_or_default().into();
             restarts.add(reason, began.elapsed(), store)?;
+            if all.are_there() {
+                Restarts::answer(&start.store, true)?;
+                stays = Some(all);
+            }
         }
     }
 
@@ -287,14 +301,15 @@ impl Start<'_> {
         command.spawn()
     }
 
-    /// Waits until all processes have ended. Forwards signals, and kills processes that do not exit after a failure.
-    /// Returns whether a signal has asked the run to stop.
+    /// Waits until all processes have ended, or the one with all ranks waits for its restart. Forwards signals, and kills
+    /// processes that do not exit after a failure. Returns whether a signal has asked the run to stop.
     fn wait(&self, all: &mut RunningProcesses, store: &TcpStore, signals: &Receiver<i32>) -> bool {
         let mut stops = false;
         let mut final_signals = [SIGTERM, SIGKILL].into_iter();
         let mut deadline: Option<Deadline> = None;
         let mut terminated: Option<Instant> = None;
-        while all.are_there() {
+        all.reap();
+        while all.are_there() && !self.waits_for_restart() {
             let signal = match deadline {
                 None => signals.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(deadline) => deadline.recv(signals),
@@ -340,6 +355,12 @@ impl Start<'_> {
         stops
     }
 
+    /// Returns whether the process with all ranks has ended this start, and waits for the next one.
+    fn waits_for_restart(&self) -> bool {
+        let is_asked = || Restarts::is_asked(&self.store).unwrap_or(false);
+        matches!(self.spawn.children, Children::Threads) && is_asked()
+    }
+
     /// Reports to the other processes that the first one has failed. Returns its error for the user, with what its rank
     /// was last seen doing; `None` if the rank has left its own error, or has printed it.
     fn report(&self, all: &mut RunningProcesses, store: &TcpStore) -> Result<Option<ChildError>> {
@@ -372,8 +393,11 @@ impl Start<'_> {
     /// Returns the error of the first process that failed, or of the rank that its error blames, if that rank left
     /// one. `None` if no process has failed.
     fn error(&self, all: &RunningProcesses) -> Option<ChildError> {
-        let &(rank, pid, status) = all.first_failure()?;
         let read = |rank| ChildError::read(&self.store, rank);
+        if all.are_there() {
+            return read(0); // the process waits for its restart
+        }
+        let &(rank, pid, status) = all.first_failure()?;
         let blamed = |error: &ChildError| {
             error.failure().filter(|failure| failure.tied.is_empty()).map(|failure| failure.rank)
         };
