@@ -183,7 +183,7 @@ prometheus: cargo python ## have a parser of Prometheus read the file of a run
 	cargo build --release
 	$(PYTHON_FOLDER)/bin/python tests/interop/prometheus_reads.py $(PROGRAM)
 
-test-launchers: cargo python simulated-gpus ## run with torchrun, mpirun, Slurm and two hosts, as far as they are there; with the torchrun of another PyTorch alone: TORCH=2.15.0
+test-launchers: cargo python simulated-gpus ## run with torchrun, mpirun, Slurm and several hosts, as far as they are there; with the torchrun of another PyTorch alone: TORCH=2.15.0
 	cargo build --release
 	$(PYTHON_FOLDER)/bin/python tests/launchers/launchers.py $(PROGRAM) $(SIMULATED_GPUS) $(if $(OTHER_TORCH),torchrun)
 

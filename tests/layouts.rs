@@ -61,6 +61,8 @@ fn options() -> impl Strategy<Value = String> {
         "--momentum=0.9 --zero",
         "--max-grad-norm=0.1 --zero",
         "--max-grad-norm=0.1",
+        "--optimizer=adamw --share-model",
+        "--max-grad-norm=0.1 --share-model",
     ]);
     let average = select(vec![
         "",

@@ -1,7 +1,8 @@
-"""Two hosts, as network namespaces: who listens where, what they come to, processes of a host that share its memory, and
-a cable that is cut."""
+"""Hosts, as network namespaces: who listens where, what they come to, processes of a host that share its memory, a host
+that is lost, and a cable that is cut."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,11 +13,12 @@ from runs import ENDLESS, FLAGS, Run, check, passed, same, threads
 
 
 class Hosts:
-    """Two hosts: namespaces with a network, an address and a name of their own, and a cable between them."""
+    """Three hosts: namespaces with a network, an address and a name of their own, and a switch between them."""
 
     def __init__(self):
-        self.names = [f"ddp-mp-{os.getpid()}-{host}" for host in "ab"]
-        self.addresses = ["10.213.77.1", "10.213.77.2"]
+        self.names = [f"ddp-mp-{os.getpid()}-{host}" for host in "abc"]
+        self.switch = f"ddp-mp-{os.getpid()}-switch"
+        self.addresses = [f"10.213.77.{host}" for host in [1, 2, 3]]
         self.made = []
 
     def why_not(self):
@@ -26,18 +28,23 @@ class Hosts:
         for tool, package in [("ip", "iproute2"), ("ss", "iproute2"), ("unshare", "util-linux")]:
             if not shutil.which(tool):
                 return f"there is no {tool} ({package} in Debian)"
-        for name in self.names:
+        for name in [self.switch, *self.names]:
             if why_not := self.tool("ip", "netns", "add", name):
                 return why_not
             self.made.append(name)
-        a, b = self.names
-        link = ["ip", "link", "add", "veth0", "netns", a, "type", "veth"]
-        if why_not := self.tool(*link, "peer", "name", "veth0", "netns", b):
-            return why_not
-        for name, address in zip(self.names, self.addresses):
-            for words in ["link set lo up", f"addr add {address}/24 dev veth0", "link set veth0 up"]:
-                if why_not := self.tool("ip", "-n", name, *words.split()):
-                    return why_not
+        steps = [(self.switch, "link add bridge0 type bridge"), (self.switch, "link set bridge0 up")]
+        for port, (name, address) in enumerate(zip(self.names, self.addresses)):
+            steps += [
+                (name, "link set lo up"),
+                (name, f"link add veth0 type veth peer name port{port} netns {self.switch}"),
+                (name, f"addr add {address}/24 dev veth0"),
+                (name, "link set veth0 up"),
+                (self.switch, f"link set port{port} master bridge0"),
+                (self.switch, f"link set port{port} up"),
+            ]
+        for name, words in steps:
+            if why_not := self.tool("ip", "-n", name, *words.split()):
+                return why_not
         return None
 
     def tool(self, *command):
@@ -45,11 +52,11 @@ class Hosts:
         done = subprocess.run(command, capture_output=True, text=True)
         return f"{' '.join(command)}: {done.stderr.strip()}" if done.returncode else None
 
-    def start(self, program, flags, ranks=1):
-        """By hand, on both, with the command `program`."""
-        flags = [f"--master-addr={self.addresses[0]}", f"--nproc-per-node={ranks}", *flags]
-        command = [*program, "--nnodes=2", *flags]
-        return [self.run(host, [*command, f"--node-rank={host}"]) for host in range(2)]
+    def start(self, program, flags, counts=(1, 1)):
+        """By hand, with the command `program`: as many ranks on each host as `counts` says."""
+        command = [*program, f"--nnodes={len(counts)}", f"--master-addr={self.addresses[0]}", *flags]
+        own = [[f"--node-rank={host}", f"--nproc-per-node={ranks}"] for host, ranks in enumerate(counts)]
+        return [self.run(host, [*command, *own[host]]) for host in range(len(counts))]
 
     def start_processes(self, program, flags, counts):
         """As torchrun does: as many processes of one rank on each host as `counts` says."""
@@ -76,7 +83,7 @@ class Hosts:
         return runs
 
     def run(self, host, command):
-        named = ["sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"', f"host-{'ab'[host]}"]
+        named = ["sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"', f"host-{'abc'[host]}"]
         inside = ["ip", "netns", "exec", self.names[host], "unshare", "--uts", *named]
         return Run([*inside, *command], one_core=True)
 
@@ -99,13 +106,15 @@ class Hosts:
                 print(f"launchers: {complaint}", file=sys.stderr)
 
 
-def two_hosts(program, tests):
+def several_hosts(program, tests):
     """Of ranks on CPUs, and of the integration tests: their program, and the folder that it runs in."""
     hosts = Hosts()
     try:
         if why_not := hosts.why_not():
-            return print(f"launchers: skipped: two hosts as network namespaces: {why_not}")
+            return print(f"launchers: skipped: hosts as network namespaces: {why_not}")
         by_hand(program, hosts, "two hosts")
+        one_answer(program, hosts)
+        lost(program, hosts)
         shared_memory(program, hosts, tests)
         who_listens(program, hosts)
         cut(program, hosts)
@@ -121,13 +130,51 @@ def two_hosts(program, tests):
 
 def by_hand(program, hosts, what):
     for ranks in [1, 2]:
-        first, second = hosts.start([program], FLAGS, ranks)
+        first, second = hosts.start([program], FLAGS, (ranks, ranks))
         result = first.result()
         second.end()
         [start] = first.events("start")
         check(start["nnodes"] == 2 and start["world_size"] == 2 * ranks, f"it began as {start}")
         same(result, threads(program, 2 * ranks), f"{what}, {ranks} of the ranks on each")
     hosts.nobody_is_left(what)
+
+
+def one_answer(program, hosts):
+    """Four ranks have the bits of threads, wherever they are."""
+    convolutions = ["--model=cnn", "--in-features=64", "--sync-batch-norm"]
+    options = {
+        "--zero": [*FLAGS, "--zero"],
+        "--share-model": [*FLAGS, "--share-model", "--max-grad-norm=0.1"],
+        "--sync-batch-norm": [*convolutions, "--max-epochs=2", "--log-format=json"],
+    }
+    for name, flags in options.items():
+        expected = threads(program, 4, flags)
+        for counts in [(2, 2), (3, 1), (1, 1, 2)]:
+            runs = hosts.start([program], flags, counts)
+            found = runs[0].result()
+            for run in runs[1:]:
+                run.end()
+            same(found, expected, f"hosts of {' and '.join(map(str, counts))} ranks, {name}")
+    hosts.nobody_is_left("three hosts")
+
+
+def lost(program, hosts):
+    """One of three hosts is lost. Another saves the last whole step, from which four threads go on to the same bits."""
+    with tempfile.TemporaryDirectory() as folder:
+        saving = f"--checkpoint-dir={folder}/run"
+        runs = hosts.start([program], [*ENDLESS, saving, "--save-every-epochs=1000"], (1, 1, 2))
+        runs[0].until('"epoch":0')
+        runs[1].process.kill()
+        for host, run in enumerate(runs):
+            run.end(None if host == 1 else 1)
+        text = "".join(run.text() for run in runs)
+        saved = re.findall(r"has saved the state after (\d+) steps", text)
+        check(saved, f"nobody saved the last step: {text}")
+        step = max(map(int, saved))
+        flags = [*ENDLESS, f"--max-steps={step + 9}"]
+        found = threads(program, 4, [*flags, saving, "--resume=auto"])
+        same(found, threads(program, 4, flags), f"three hosts, one is lost, and four threads go on from step {step}")
+    hosts.nobody_is_left("a lost host")
 
 
 def shared_memory(program, hosts, tests):
@@ -143,7 +190,7 @@ def shared_memory(program, hosts, tests):
             expected = threads(program, sum(counts), [*FLAGS, *more])
             same(found, expected, " ".join([what, *more]))
             if counts[0] == counts[1] and not more:
-                threads_of_hosts = hosts.start([program], FLAGS, counts[0])
+                threads_of_hosts = hosts.start([program], FLAGS, counts)
                 expected = threads_of_hosts[0].result()
                 threads_of_hosts[1].end()
                 same(found, expected, what)

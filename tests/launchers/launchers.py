@@ -2,7 +2,7 @@
 
 launchers.py PROGRAM SIMULATED_GPUS [torchrun]
 
-torchrun is that of the Python that runs this. mpirun and Slurm are tried where they are installed, and two
+torchrun is that of the Python that runs this. mpirun and Slurm are tried where they are installed, and several
 hosts, as network namespaces, where this may make them: what is skipped is said. With the word `torchrun` these three
 are left out. SIMULATED_GPUS is the folder that `make simulated-gpus` builds.
 """
@@ -22,7 +22,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 
 from documented import documented
 from faults import STAGES, faults
-from hosts import two_hosts
+from hosts import several_hosts
 from runs import ENDLESS, FLAGS, Run, check, end_what_is_left, free_port, passed, same, threads
 from run import INTEGRATION_TESTS, build
 from slurm import slurm
@@ -221,7 +221,7 @@ def main(program, simulated_gpus, only=None):
                 mpirun(program)
                 slurm(program, pathlib.Path(folder))
                 [tests] = build(INTEGRATION_TESTS)
-                two_hosts(program, tests)
+                several_hosts(program, tests)
         finally:
             end_what_is_left()
     print(f"launchers: all passed, with the torchrun of PyTorch {importlib.metadata.version('torch')}")
