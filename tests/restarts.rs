@@ -286,6 +286,25 @@ fn ranks_that_have_all_ended_start_again_in_their_process() {
     }
 }
 
+/// What fails twice in the same step may have its cause in the process: the first two starts share one, and the others do not.
+#[test]
+fn run_that_fails_again_in_the_same_step_gets_a_new_process() {
+    let args = ["--nproc-per-node=2", "--lr=1e30", "--max-restarts=3"];
+    let mut command = program(&args);
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let stderr = Reading::of(child.stderr.take().unwrap());
+    let mut seen = BTreeSet::new();
+    let code = loop {
+        seen.extend(processes_of(&child)); // each is there for a tenth of a second and more
+        if let Some(status) = child.try_wait().unwrap() {
+            break status.code();
+        }
+    };
+    let stderr = String::from_utf8(stderr.end()).unwrap();
+    assert_eq!((code, seen.len()), (Some(1), 3), "{stderr}");
+    assert!(stderr.contains("restart 3 of 3, "), "{stderr}");
+}
+
 #[test]
 fn signals_reach_a_start_in_the_process_of_an_earlier_one() {
     let fault = "--inject-fault=error:rank=1,at=step,step=40";

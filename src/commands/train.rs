@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::config::Config;
 use crate::session::{
-    Session, Training, after_restart, handle_signals, refuse_different_replicas, remove_kept,
-    run_command, show_end,
+    Requests, Session, Training, after_restart, handle_signals, refuse_different_replicas,
+    remove_kept, run_command, show_end,
 };
 use engine::data::{DataLoader, DistributedSampler};
 use engine::error::Shown;
@@ -28,13 +28,16 @@ pub fn train(
     printer: &Arc<Printer>,
 ) -> anyhow::Result<Option<StopReason>> {
     let launch = Launch::from_env(&config.launch_options(), cuda)?;
-    let mut requests = None;
+    let mut requests: Option<Requests> = None;
     // Each child process comes here, too, and trains its ranks.
     run_command(config, &launch, true, cuda, printer, |config, launch| {
         let restarts = Restarts::before(launch)?;
         let config = after_restart(config, launch, &restarts, printer)?;
         let requests = match &requests {
-            Some(requests) => requests,
+            Some(requests) => {
+                requests.stop.begin_again();
+                requests
+            }
             None => requests.insert(handle_signals(&config, launch, &restarts, printer)?),
         };
         let joined = Session::join(config, launch.clone(), restarts, requests, cuda, printer)?;

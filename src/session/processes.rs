@@ -180,8 +180,8 @@ fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
     )))
 }
 
-/// Returns whether the ranks can start again in this process, which was started as `launch` says, after `error`. A GPU may be
-/// unusable in a process after an error, and a thread that has not come back still uses what it shares.
+/// Returns whether the ranks can start again in this process after `error`, the end of the start that `launch` describes. A
+/// GPU may be unusable in a process after an error, and a thread that has not come back still uses what it shares.
 fn may_stay(error: &anyhow::Error, launch: &Launch, cuda: &Cuda) -> bool {
     let has_ended = |failed: &Box<SpawnError>| failed.stuck.is_empty() && failed.stopped.is_none();
     let is_known = error.is::<AlreadyReported>() && error.downcast_ref().is_some_and(has_ended);

@@ -13,6 +13,7 @@ use super::{Launch, MasterEndpoint};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
 use crate::os;
+use crate::runtime::MAX_WAIT;
 
 /// The message of the parent process to each start after the first.
 const RESTARTS: &str = "restarts";
@@ -76,7 +77,8 @@ impl Restarts {
     }
 
     /// Asks the parent process whether the ranks are restarted in this process. It must have got the error of this start:
-    /// see [`ChildError::leave`](super::ChildError::leave).
+    /// see [`ChildError::leave`](super::ChildError::leave). Waits for the answer without a limit, because the parent may be
+    /// stopped, or write to somebody who does not read; if it ends, so does this process.
     ///
     /// # Errors
     /// The errors of [`Restarts::before`], and that the parent process cannot be woken.
@@ -87,7 +89,7 @@ impl Restarts {
         store.add(WAITS, 1)?; // The store answers this request, so the key has arrived.
         os::wake_parent()
             .map_err(|error| Error::unsupported(format!("waking the parent: {error}")))?;
-        let answer = store.get(ANSWER, PARENT_TIMEOUT)?;
+        let answer = store.get(ANSWER, MAX_WAIT)?;
         Ok(answer.is_some_and(|answer| answer == [u8::from(true)]))
     }
 

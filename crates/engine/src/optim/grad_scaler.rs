@@ -213,7 +213,7 @@ impl GradScaler {
     /// the scaler is enabled.
     ///
     /// # Errors
-    /// The errors of the optimizer, of [`unscale_`](Self::unscale_) and of [`ProcessGroup::synchronize`];
+    /// The errors of the optimizer, of [`unscale_`](Self::unscale_) and, with `nccl`, of [`ProcessGroup::synchronize`];
     /// [`Error::Input`] when it has been called since the last [`update`](Self::update).
     pub fn step(&mut self, optimizer: &mut dyn Optimizer, lr: f64) -> Result<bool> {
         if !self.enabled {
@@ -290,7 +290,7 @@ impl GradScaler {
         if self.stage == Stage::Scaled {
             self.unscale_()?;
         }
-        self.group.await_launched()?; // on a GPU, this wait ends if another rank fails
+        self.group.await_launched()?; // with `nccl`, this wait ends if another rank fails
         let found = self.found_inf.f_double_value(&[]).doing("reading found_inf")?;
         Ok(found != 0.0)
     }

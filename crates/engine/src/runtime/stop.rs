@@ -147,6 +147,16 @@ impl StopRequest {
         }
     }
 
+    /// Prepares for another start of the run in this process, which goes on from a step before the end that rank 0 had
+    /// published. A request of a callback is dropped: it may ask again. All others stay.
+    #[doc(hidden)]
+    pub fn begin_again(&self) {
+        let (callback, relaxed) = (StopReason::Callback as usize, Ordering::Relaxed);
+        let _ = self.asked.compare_exchange(callback, 0, relaxed, relaxed);
+        self.last.store(0, relaxed);
+        self.reason.store(0, relaxed);
+    }
+
     /// Returns the reason of the request to stop, if there is one.
     pub fn request_reason(&self) -> Option<StopReason> {
         StopReason::from_repr(self.asked.load(Ordering::Relaxed))
@@ -195,6 +205,28 @@ impl StopRequest {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn requests_of_signals_and_the_time_outlast_a_start() {
+        for (reason, asked) in [
+            (StopReason::Terminate, Some(StopReason::Terminate)),
+            (StopReason::Key, Some(StopReason::Key)),
+            (StopReason::Callback, None),
+        ] {
+            let stop = StopRequest::new(None);
+            stop.ask(reason);
+            stop.decide(7);
+            stop.begin_again();
+            assert_eq!((stop.after(8), stop.request_reason()), (None, asked));
+            stop.decide(2);
+            assert_eq!(stop.after(3), asked);
+        }
+        let stop = StopRequest::new(Some(Duration::ZERO));
+        stop.decide(7);
+        stop.begin_again();
+        stop.decide(2);
+        assert_eq!((stop.after(2), stop.after(3)), (None, Some(StopReason::Time)));
+    }
 
     #[test]
     fn stop_takes_effect_after_the_step_rank_0_decides() {

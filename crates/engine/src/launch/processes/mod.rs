@@ -146,12 +146,15 @@ impl SpawnProcesses<'_> {
                 store: store.under(&store_prefix(restart_count)),
                 restart_count,
             };
-            let mut all = match stays.take() {
-                Some(all) => all,
-                None => start.begin(store)?,
+            let (mut all, asks) = match stays.take() {
+                Some((all, store)) => (all, Some(store)),
+                None => (start.begin(store)?, None),
             };
             if let (Some(lent), Some(Some(rank_0))) = (lent, all.children.first()) {
                 lent.lend_to(rank_0.id());
+            }
+            if let Some(asks) = asks {
+                Restarts::answer(&asks, true)?;
             }
             let mut stops = start.wait(&mut all, store, signals);
             LentTerminal::take_back();
@@ -163,20 +166,19 @@ impl SpawnProcesses<'_> {
             positions.push(error.failure().and_then(RankFailure::position));
             error.repeated = failures_in_a_row(&positions);
             let wrong_input = matches!(error.kind, ErrorKind::WrongInput);
-            if wrong_input || stops || restart_count == self.max_restarts {
-                if all.are_there() {
-                    Restarts::answer(&start.store, false)?;
-                    start.wait(&mut all, store, signals);
-                }
+            let mut is_over = wrong_input || stops || restart_count == self.max_restarts;
+            // What fails again at the same position may have its cause in the process.
+            if all.are_there() && (is_over || error.repeated.is_some()) {
+                is_over |= start.refuse_restart(&mut all, store, signals);
+            }
+            if is_over {
                 return Ok(ProcessesEnd::Badly(Box::new(error), restarts.reasons));
             }
             before_restart(restart_count + 1, &error);
             let reason = error.text.lines().next().unwrap_or_default().into();
             restarts.add(reason, began.elapsed(), store)?;
-            if all.are_there() {
-                Restarts::answer(&start.store, true)?;
-                stays = Some(all);
-            }
+            all.reap(); // it may have been killed meanwhile
+            stays = all.are_there().then_some((all, start.store));
         }
     }
 
@@ -250,7 +252,7 @@ pub fn this_program() -> io::Result<Command> {
     Ok(command)
 }
 
-/// One start of all processes.
+/// One start of all ranks: in new processes, or in the one of the start before.
 struct Start<'a> {
     spawn: &'a SpawnProcesses<'a>,
     /// Holds the errors that the processes of this start leave.
@@ -361,6 +363,21 @@ impl Start<'_> {
         matches!(self.spawn.children, Children::Threads) && is_asked()
     }
 
+    /// Answers a process that waits for its restart that there is none, and waits for its end. Returns whether a signal has
+    /// asked the run to stop.
+    fn refuse_restart(
+        &self,
+        all: &mut RunningProcesses,
+        store: &TcpStore,
+        signals: &Receiver<i32>,
+    ) -> bool {
+        if Restarts::answer(&self.store, false).is_err() {
+            all.kill();
+            return false;
+        }
+        self.wait(all, store, signals)
+    }
+
     /// Reports to the other processes that the first one has failed. Returns its error for the user, with what its rank
     /// was last seen doing; `None` if the rank has left its own error, or has printed it.
     fn report(&self, all: &mut RunningProcesses, store: &TcpStore) -> Result<Option<ChildError>> {
@@ -390,12 +407,13 @@ impl Start<'_> {
         Ok(Some(ended_rank(placement, rank, at, text)))
     }
 
-    /// Returns the error of the first process that failed, or of the rank that its error blames, if that rank left
-    /// one. `None` if no process has failed.
+    /// Returns the error of the process that waits for its restart, or else of the first one that failed, or of the rank that
+    /// its error blames, if that rank left one. `None` if no process has failed.
     fn error(&self, all: &RunningProcesses) -> Option<ChildError> {
         let read = |rank| ChildError::read(&self.store, rank);
         if all.are_there() {
-            return read(0); // the process waits for its restart
+            let unknown = || "the ranks have failed, and their error cannot be read".into();
+            return Some(read(0).unwrap_or_else(|| ChildError::new(unknown(), ErrorKind::Process)));
         }
         let &(rank, pid, status) = all.first_failure()?;
         let blamed = |error: &ChildError| {

@@ -1,4 +1,4 @@
-//! The processes of one start, until all of them have ended.
+//! The processes of one start, or of several in a row that one process makes.
 
 use std::process::{Child, ExitStatus};
 
@@ -33,7 +33,7 @@ impl RunningProcesses {
         }
     }
 
-    /// Prints what the processes have written while rank 0 had the terminal. Call this when they have ended.
+    /// Prints what the processes have written while rank 0 had the terminal. Call this when they have ended their start.
     pub(crate) fn print_output(&mut self) {
         self.output.take().into_iter().for_each(OutputOfProcesses::print);
     }

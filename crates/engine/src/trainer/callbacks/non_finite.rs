@@ -19,7 +19,7 @@ impl<M: Forward> Callback<M> for NonFiniteGuard {
         }
         let buffers = context.ddp.flat_buffers();
         average_gradients(&buffers)?;
-        context.group().await_launched()?; // on a GPU, this wait ends if another rank fails; so do those below
+        context.group().await_launched()?; // with `nccl`, this wait ends if another rank fails; so do those below
         let has_gradients = |it: &FlatBuffer| it.layout.gradients() != GradState::Cleared;
         if !buffers.iter().any(has_gradients)
             || first_nonfinite(&buffers, |buffer| &buffer.gradients)?.is_none()
