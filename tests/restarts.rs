@@ -12,7 +12,7 @@ use wait_timeout::ChildExt;
 
 use crate::harness::{
     Reading, TIMEOUT, in_parallel, last_event, program, program_under, run, run_command, run_end,
-    send, some_of,
+    run_to, send, some_of,
 };
 use crate::spawn_processes::{end, events, long_run, process_of, processes_of, rest};
 
@@ -123,6 +123,25 @@ fn failure_after_the_last_restart_lists_all_reasons_and_that_they_repeat() {
         let told = " failed again in step #1: 3 failures in a row, with no progress between them";
         assert_eq!(stderr.lines().filter(|it| it.ends_with(told)).count(), 1, "{stderr}");
         assert_eq!(all.last().unwrap()["repeated"], 3, "{stderr}");
+    }
+}
+
+#[test]
+fn restart_without_a_state_names_the_checkpoint_that_the_run_began_with() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    let save = format!("--checkpoint-dir={}", path("first"));
+    run_to(0, &[&RUN[..], &[&save, "--max-steps=40"]].concat());
+    let resume = format!("--resume={}/step-00000040", path("first"));
+    let again = format!("--checkpoint-dir={}", path("second"));
+    for more in [&[][..], &[&*again]] {
+        let fault = ["--max-restarts=1", "--inject-fault=error:rank=1,at=init", &resume];
+        let (code, all, stderr) = events(&[&RUN[..], &fault, more].concat());
+        assert_eq!(code, Some(0), "{stderr}");
+        assert_eq!(all.last().unwrap()["parameters_hash"], *WHOLE);
+        let told =
+            format!("restart 1 of 1, from {}/step-00000040, where the run began\n", path("first"));
+        assert!(stderr.contains(&told), "{stderr}");
     }
 }
 

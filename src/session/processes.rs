@@ -117,12 +117,18 @@ fn restarts_from(config: &Config, state: Option<&TempDir>) -> String {
     {
         return format!("at step #{step}, from the state that rank {rank} has saved");
     }
-    match checkpoint_dir {
-        Some(dir) if matches!(newest, Ok(None)) => {
+    let dir = match checkpoint_dir {
+        Some(dir) if !matches!(newest, Ok(None)) => {
+            return format!("from the newest checkpoint in {}", dir.shown());
+        }
+        other => other,
+    };
+    match (config.resume_path(), dir) {
+        (Some(path), _) => format!("from {}, where the run began", path.shown()),
+        (None, Some(dir)) => {
             format!("from the start of the run, because {} has no checkpoint", dir.shown())
         }
-        Some(dir) => format!("from the newest checkpoint in {}", dir.shown()),
-        None => {
+        (None, None) => {
             "from the beginning: no rank could save the state, and without --checkpoint-dir the run has no checkpoints"
                 .into()
         }

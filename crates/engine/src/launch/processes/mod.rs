@@ -26,7 +26,7 @@ use super::Placement;
 use super::heartbeat_monitor::{report_ended, waited_for};
 use super::launchers::{PARENT_START, ParentStart};
 use super::process_rendezvous::{files_of_store, prefix, report_absent};
-use super::restarts::Restarts;
+use super::restarts::{PARENT_TIMEOUT, Restarts};
 use super::signals::{SAME_REQUEST, SIGNALS, code_of, end_at_second_interrupt};
 use crate::error::{Error, Result};
 use crate::ffi::TcpStore;
@@ -122,7 +122,8 @@ impl SpawnProcesses<'_> {
     pub fn run(&self, before_restart: impl Fn(usize, &ChildError)) -> Result<ProcessesEnd> {
         require_files(files_of_store(self.count()), "serving a store to the ranks")?;
         let lent = self.lends_terminal.then(LentTerminal::new).flatten();
-        let store = TcpStore::serve("127.0.0.1", 0, self.timeout)?;
+        // The limit is for this process. Those that it starts set their own.
+        let store = TcpStore::serve("127.0.0.1", 0, self.timeout.max(PARENT_TIMEOUT))?;
         let (handle, signals) = self.listen().map_err(cannot_start)?;
         let ended = self.run_starts(&store, &signals, lent.as_ref(), before_restart);
         handle.close();
@@ -156,7 +157,7 @@ impl SpawnProcesses<'_> {
             if let Some(asks) = asks {
                 Restarts::answer(&asks, true)?;
             }
-            let mut stops = start.wait(&mut all, store, signals);
+            let mut stops = start.wait(&mut all, store, signals)?;
             LentTerminal::take_back();
             all.print_output();
             let Some(mut error) = start.error(&all) else {
@@ -169,7 +170,7 @@ impl SpawnProcesses<'_> {
             let mut is_over = wrong_input || stops || restart_count == self.max_restarts;
             // What fails again at the same position may have its cause in the process.
             if all.are_there() && (is_over || error.repeated.is_some()) {
-                is_over |= start.refuse_restart(&mut all, store, signals);
+                is_over |= start.refuse_restart(&mut all, store, signals)?;
             }
             if is_over {
                 return Ok(ProcessesEnd::Badly(Box::new(error), restarts.reasons));
@@ -305,13 +306,21 @@ impl Start<'_> {
 
     /// Waits until all processes have ended, or the one with all ranks waits for its restart. Forwards signals, and kills
     /// processes that do not exit after a failure. Returns whether a signal has asked the run to stop.
-    fn wait(&self, all: &mut RunningProcesses, store: &TcpStore, signals: &Receiver<i32>) -> bool {
+    ///
+    /// # Errors
+    /// [`Error::Store`] when the store does not say whether a process waits.
+    fn wait(
+        &self,
+        all: &mut RunningProcesses,
+        store: &TcpStore,
+        signals: &Receiver<i32>,
+    ) -> Result<bool> {
         let mut stops = false;
         let mut final_signals = [SIGTERM, SIGKILL].into_iter();
         let mut deadline: Option<Deadline> = None;
         let mut terminated: Option<Instant> = None;
         all.reap();
-        while all.are_there() && !self.waits_for_restart() {
+        while all.are_there() && !self.waits_for_restart()? {
             let signal = match deadline {
                 None => signals.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Some(deadline) => deadline.recv(signals),
@@ -354,13 +363,15 @@ impl Start<'_> {
                 all.first_error = self.report(all, store).ok().flatten();
             }
         }
-        stops
+        Ok(stops)
     }
 
     /// Returns whether the process with all ranks has ended this start, and waits for the next one.
-    fn waits_for_restart(&self) -> bool {
-        let is_asked = || Restarts::is_asked(&self.store).unwrap_or(false);
-        matches!(self.spawn.children, Children::Threads) && is_asked()
+    fn waits_for_restart(&self) -> Result<bool> {
+        match self.spawn.children {
+            Children::Threads => Restarts::is_asked(&self.store),
+            Children::Ranks(_) => Ok(false),
+        }
     }
 
     /// Answers a process that waits for its restart that there is none, and waits for its end. Returns whether a signal has
@@ -370,10 +381,10 @@ impl Start<'_> {
         all: &mut RunningProcesses,
         store: &TcpStore,
         signals: &Receiver<i32>,
-    ) -> bool {
+    ) -> Result<bool> {
         if Restarts::answer(&self.store, false).is_err() {
             all.kill();
-            return false;
+            return Ok(false);
         }
         self.wait(all, store, signals)
     }
@@ -451,6 +462,32 @@ mod tests {
     use super::*;
     use crate::ffi::cuda::Cuda;
     use crate::process_group::Backend;
+
+    /// No signal would wake the parent again.
+    #[test]
+    fn wait_ends_if_the_store_does_not_answer() {
+        let time = Duration::from_secs(5);
+        let spawn = SpawnProcesses {
+            children: Children::Threads,
+            timeout: time,
+            grace_period: time,
+            stops: true,
+            max_restarts: 1,
+            state_dir: None,
+            lends_terminal: false,
+        };
+        let server = TcpStore::serve("127.0.0.1", 0, time).unwrap();
+        let store = TcpStore::connect("127.0.0.1", server.port(), time).unwrap();
+        let start = Start { spawn: &spawn, store: store.under(&store_prefix(0)), restart_count: 0 };
+        drop(server);
+        let child = Command::new("sleep").arg("600").spawn().unwrap();
+        let mut all =
+            RunningProcesses { children: vec![Some(child)], ..RunningProcesses::default() };
+        let (_signals_tx, signals) = unbounded();
+        let waited = start.wait(&mut all, &store, &signals);
+        all.kill();
+        assert!(matches!(waited, Err(Error::Store { .. })), "{waited:?}");
+    }
 
     #[test]
     fn process_that_exits_with_2_makes_the_run_wrong_input() {
