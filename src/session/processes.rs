@@ -117,13 +117,12 @@ fn restarts_from(config: &Config, state: Option<&TempDir>) -> String {
     {
         return format!("at step #{step}, from the state that rank {rank} has saved");
     }
-    let dir = match checkpoint_dir {
-        Some(dir) if !matches!(newest, Ok(None)) => {
-            return format!("from the newest checkpoint in {}", dir.shown());
-        }
-        other => other,
-    };
-    match (config.resume_path(), dir) {
+    if let Some(dir) = checkpoint_dir
+        && !matches!(newest, Ok(None))
+    {
+        return format!("from the newest checkpoint in {}", dir.shown());
+    }
+    match (config.resume_path(), checkpoint_dir) {
         (Some(path), _) => format!("from {}, where the run began", path.shown()),
         (None, Some(dir)) => {
             format!("from the start of the run, because {} has no checkpoint", dir.shown())
