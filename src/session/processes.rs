@@ -188,10 +188,12 @@ fn max_restarts(config: &Config, launch: &Launch) -> Result<usize> {
 /// Returns whether the ranks can start again in this process after `error`, the end of the start that `launch` describes. A
 /// GPU may be unusable in a process after an error, and a thread that has not come back still uses what it shares.
 fn may_stay(error: &anyhow::Error, launch: &Launch, cuda: &Cuda) -> bool {
-    let has_ended = |failed: &Box<SpawnError>| failed.stuck.is_empty() && failed.stopped.is_none();
-    let is_known = error.is::<AlreadyReported>() && error.downcast_ref().is_some_and(has_ended);
+    let failed = error.downcast_ref::<Box<SpawnError>>();
+    let all_ended =
+        failed.is_some_and(|failed| failed.stuck.is_empty() && failed.stopped.is_none());
+    let is_known = error.is::<AlreadyReported>();
     let is_restarted = launch.parent.is_some() && launch.restart_count < launch.max_restarts;
-    is_known && is_restarted && launch.kind == LaunchKind::Local && cuda.usable() == 0
+    all_ended && is_known && is_restarted && launch.kind == LaunchKind::Local && cuda.usable() == 0
 }
 
 /// Marks an error that the user has seen, or that another process reports.
