@@ -26,7 +26,8 @@ use tempfile::TempDir;
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    Reading, TIMEOUT, in_parallel, output, program, run, runs_every_case, send, some_of, try_ranks,
+    Reading, TIMEOUT, in_parallel, output, program, read_until, run, runs_every_case, send,
+    some_of, try_ranks,
 };
 
 /// What a run came to.
@@ -84,15 +85,6 @@ fn arguments<'a>(args: &'a str, more: &[&'a str]) -> Vec<&'a str> {
 fn start(args: &str, more: &[&str]) -> Child {
     let mut program = program(&arguments(args, more));
     program.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
-}
-
-/// Reads lines until they have this part, and returns them.
-fn read_until(part: &str, pipe: &mut impl BufRead) -> String {
-    let mut text = String::new();
-    while !text.contains(part) {
-        assert!(pipe.read_line(&mut text).unwrap() > 0, "{text}");
-    }
-    text
 }
 
 fn folder() -> (TempDir, String) {

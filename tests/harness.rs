@@ -3,7 +3,7 @@
 use std::borrow::Borrow;
 use std::ffi::OsString;
 use std::fs;
-use std::io::Read;
+use std::io::{BufRead, Read};
 use std::net::TcpListener;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener};
@@ -408,6 +408,15 @@ fn join_named(children: Vec<(String, Child)>) -> Vec<Output> {
         Output { status, stdout: read(stdout), stderr: read(stderr) }
     };
     running.into_iter().map(end).collect()
+}
+
+/// Reads lines until they have this part, and returns them.
+pub(crate) fn read_until(part: &str, pipe: &mut impl BufRead) -> String {
+    let mut text = String::new();
+    while !text.contains(part) {
+        assert!(pipe.read_line(&mut text).unwrap() > 0, "{text}");
+    }
+    text
 }
 
 /// What a process prints, read on a thread of its own: a process would wait for its reader once the pipe is full.

@@ -23,8 +23,8 @@ use tch::{Kind, Tensor};
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    TIMEOUT, as_torchrun, free_port, in_parallel, join, program, run, run_command, run_command_to,
-    run_end, run_to, send, shared_memory, some_of, without_launcher,
+    TIMEOUT, as_torchrun, free_port, in_parallel, join, program, read_until, run, run_command,
+    run_command_to, run_end, run_to, send, shared_memory, some_of, without_launcher,
 };
 use crate::shared::surface::{self, Surface};
 use crate::shared::{functional, groups, kinds, scene};
@@ -792,11 +792,7 @@ fn processes_stop_save_and_resume_together() {
     // SIGTERM to the process that does not decide.
     let mut children = start(&[&args[..], &[&dir, "--max-epochs=1000000"]].concat(), &[1, 1]);
     let mut stdout = BufReader::new(children[0].stdout.take().unwrap());
-    let mut line = String::new();
-    while !line.contains("\"epoch\":0") {
-        line.clear();
-        assert!(stdout.read_line(&mut line).unwrap() > 0);
-    }
+    read_until("\"epoch\":0", &mut stdout);
     send("TERM", children[1].id());
     let mut rest = String::new();
     std::io::Read::read_to_string(&mut stdout, &mut rest).unwrap();

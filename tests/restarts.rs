@@ -11,8 +11,8 @@ use serde_json::Value;
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    Reading, TIMEOUT, in_parallel, last_event, program, program_under, run, run_command, run_end,
-    run_to, send, some_of,
+    Reading, TIMEOUT, in_parallel, last_event, program, program_under, read_until, run,
+    run_command, run_end, run_to, send, some_of,
 };
 use crate::spawn_processes::{end, events, long_run, process_of, processes_of, rest};
 
@@ -279,21 +279,13 @@ fn ranks_that_have_all_ended_start_again_in_their_process() {
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         let stderr = Reading::of(child.stderr.take().unwrap());
-        let mut next_start = || {
-            let mut line = String::new();
-            while !line.contains("\"start\"") {
-                line.clear();
-                assert!(stdout.read_line(&mut line).unwrap() > 0, "{kind}");
-            }
-            line
-        };
-        next_start();
+        read_until("\"start\"", &mut stdout);
         let first = processes_of(&child).next();
-        assert!(next_start().contains("\"restart\":1"), "{kind}");
+        read_until("\"restart\":1", &mut stdout);
         let second = processes_of(&child).next();
         assert_eq!(first == second, stays, "{kind}: {first:?} {second:?}");
         send("KILL", second.unwrap());
-        assert!(next_start().contains("\"restart\":2"), "{kind}");
+        read_until("\"restart\":2", &mut stdout);
         // The signals that were handled in an earlier start still are.
         send("INT", child.id());
         let text = rest(stdout);
@@ -329,16 +321,9 @@ fn signals_reach_a_start_in_the_process_of_an_earlier_one() {
     let fault = "--inject-fault=error:rank=1,at=step,step=40";
     let (mut child, mut stdout) = long_run(&["--nproc-per-node=2", "--max-restarts=2", fault]);
     let mut errors = BufReader::new(child.stderr.take().unwrap());
-    let mut line = String::new();
-    while !line.contains("\"restart\":1") {
-        line.clear();
-        assert!(stdout.read_line(&mut line).unwrap() > 0);
-    }
+    read_until("\"restart\":1", &mut stdout);
     send("USR2", child.id());
-    let mut told = String::new();
-    while !told.contains("what each rank does") {
-        assert!(errors.read_line(&mut told).unwrap() > 0, "{told}");
-    }
+    let mut told = read_until("what each rank does", &mut errors);
     let errors = Reading::of(errors);
     send("INT", child.id());
     let text = rest(stdout);
@@ -357,10 +342,7 @@ fn signals_that_were_ignored_at_the_start_stay_ignored() {
         let mut command = program_under("trap '' INT HUP TSTP USR2", &args);
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
-        let mut text = String::new();
-        while !text.contains("\"epoch\":1") {
-            assert!(stdout.read_line(&mut text).unwrap() > 0, "{text}");
-        }
+        read_until("\"epoch\":1", &mut stdout);
         for signal in ["INT", "HUP", "TSTP", "USR2", "INT", "HUP", "USR1"] {
             send(signal, child.id());
         }
@@ -383,10 +365,7 @@ fn failure_while_stopping_is_not_restarted() {
     let (mut child, stdout) = long_run(&args);
     send("TERM", child.id());
     let mut stderr = BufReader::new(child.stderr.take().unwrap());
-    let mut told = String::new();
-    while !told.contains("SIGTERM: stopping after this step") {
-        assert!(stderr.read_line(&mut told).unwrap() > 0, "{told}");
-    }
+    read_until("SIGTERM: stopping after this step", &mut stderr);
     let errors = Reading::of(stderr);
     send("KILL", process_of(&child, 1).unwrap());
     let text = rest(stdout);

@@ -19,8 +19,8 @@ use serde_json::Value;
 use wait_timeout::ChildExt;
 
 use crate::harness::{
-    TIMEOUT, in_the_environment_of, last_event, output, program, run, run_command, run_refused,
-    send, some_of, without_progress, words,
+    TIMEOUT, in_the_environment_of, last_event, output, program, read_until, run, run_command,
+    run_refused, send, some_of, without_progress, words,
 };
 
 const PROCESSES: &str = "--spawn=processes";
@@ -185,10 +185,7 @@ fn run_whose_terminal_is_gone_stops_and_saves() {
         let mut child = command.spawn().unwrap();
         drop(command); // with its ends of the terminal
         let mut terminal = BufReader::new(File::from(terminal));
-        let mut text = String::new();
-        while !text.contains("| Epoch: 1 |") {
-            assert!(terminal.read_line(&mut text).unwrap() > 0, "{text}");
-        }
+        read_until("| Epoch: 1 |", &mut terminal);
         drop(terminal);
         let ended = child.wait_timeout(TIMEOUT).unwrap();
         child.kill().unwrap();

@@ -50,7 +50,7 @@ pub(crate) use training::Training;
 /// as a failure and uses up a restart. Agents poll as rarely as every 5 s.
 const AGENT_POLL_INTERVAL: Duration = Duration::from_secs(10);
 
-/// What asks a run in this process for something: in all its starts here, because signals are handled once.
+/// The requests to a run in this process. All its starts here share them, because signals are handled once.
 pub(crate) struct Requests {
     /// The request to stop: by a signal, or at the end of the time.
     pub stop: Arc<StopRequest>,

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 
-from runs import ENDLESS, FLAGS, Run, check, passed, same, threads
+from runs import ENDLESS, FLAGS, Run, check, passed, result_of, same, threads
 
 
 class Hosts:
@@ -130,10 +130,9 @@ def several_hosts(program, tests):
 
 def by_hand(program, hosts, what):
     for ranks in [1, 2]:
-        first, second = hosts.start([program], FLAGS, (ranks, ranks))
-        result = first.result()
-        second.end()
-        [start] = first.events("start")
+        runs = hosts.start([program], FLAGS, (ranks, ranks))
+        result = result_of(runs)
+        [start] = runs[0].events("start")
         check(start["nnodes"] == 2 and start["world_size"] == 2 * ranks, f"it began as {start}")
         same(result, threads(program, 2 * ranks), f"{what}, {ranks} of the ranks on each")
     hosts.nobody_is_left(what)
@@ -150,10 +149,7 @@ def one_answer(program, hosts):
     for name, flags in options.items():
         expected = threads(program, 4, flags)
         for counts in [(2, 2), (3, 1), (1, 1, 2)]:
-            runs = hosts.start([program], flags, counts)
-            found = runs[0].result()
-            for run in runs[1:]:
-                run.end()
+            found = result_of(hosts.start([program], flags, counts))
             same(found, expected, f"hosts of {' and '.join(map(str, counts))} ranks, {name}")
     hosts.nobody_is_left("three hosts")
 
@@ -183,16 +179,11 @@ def shared_memory(program, hosts, tests):
         what = f"{counts[0]} and {counts[1]} processes on two hosts"
         for more in [[], ["--zero"]]:
             flags = [*FLAGS, "--shared-memory=require", *more]
-            runs = hosts.start_processes([program], flags, counts)
-            found = runs[0].result()
-            for run in runs[1:]:
-                run.end()
+            found = result_of(hosts.start_processes([program], flags, counts))
             expected = threads(program, sum(counts), [*FLAGS, *more])
             same(found, expected, " ".join([what, *more]))
             if counts[0] == counts[1] and not more:
-                threads_of_hosts = hosts.start([program], FLAGS, counts)
-                expected = threads_of_hosts[0].result()
-                threads_of_hosts[1].end()
+                expected = result_of(hosts.start([program], FLAGS, counts))
                 same(found, expected, what)
                 sent = [sum(it["bytes_sent_by_rank"]) for it in [found, expected]]
                 check(sent[0] == sent[1] > 0, f"{what}: {sent[0]} bytes are sent, and {sent[1]} by threads")

@@ -23,7 +23,7 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 from documented import documented
 from faults import STAGES, faults
 from hosts import several_hosts
-from runs import ENDLESS, FLAGS, Run, check, end_what_is_left, free_port, passed, same, threads
+from runs import ENDLESS, FLAGS, Run, check, end_what_is_left, free_port, passed, result_of, same, threads
 from run import INTEGRATION_TESTS, build
 from slurm import slurm
 
@@ -52,9 +52,7 @@ def torchrun(program):
     place = static()
     command = [*place, "--no-python", "--nproc-per-node=2", program, *FLAGS]
     nodes = [Run([*TORCHRUN, "--nnodes=2", f"--node-rank={node}", *command]) for node in range(2)]
-    result = nodes[0].result()
-    nodes[1].end()
-    same(result, expected, "two agents of torchrun with 2 processes each")
+    same(result_of(nodes), expected, "two agents of torchrun with 2 processes each")
 
 
 def torchrun_without_a_port(program):

@@ -121,6 +121,14 @@ def passed(what, mark=MARK):
     print(f"launchers: {what}", flush=True)
 
 
+def result_of(runs):
+    """What the first of these processes, which has rank 0, comes to. All end well."""
+    result = runs[0].result()
+    for run in runs[1:]:
+        run.end()
+    return result
+
+
 def threads(program, ranks, flags=FLAGS):
     return Run([program, f"--nproc-per-node={ranks}", *flags], one_core=True).result()
 

@@ -1,7 +1,7 @@
 //! `--max-restarts`: the messages between the parent process, which restarts the ranks (`launch/processes/mod.rs`), and
 //! each start, through the store of the parent.
 //!
-//! A start whose ranks are threads on CPUs, and have all ended, asks for the next one in the same process.
+//! If the ranks of a start are threads that have all ended, its process asks for the next start.
 
 use std::time::Duration;
 
@@ -93,12 +93,13 @@ impl Restarts {
         Ok(answer.is_some_and(|answer| answer == [u8::from(true)]))
     }
 
-    /// Returns whether the process of a start waits for the answer of this one. `store` is that of the start.
+    /// Returns whether a process has called [`ask_to_stay`](Self::ask_to_stay) and waits for the answer. `store` has the
+    /// messages of its start.
     pub(crate) fn is_asked(store: &TcpStore) -> Result<bool> {
         Ok(store.check(WAITS)? && !store.check(ANSWER)?)
     }
 
-    /// Answers the process of a start.
+    /// Answers the process that has asked in `store`.
     pub(crate) fn answer(store: &TcpStore, stays: bool) -> Result<()> {
         store.set(ANSWER, &[u8::from(stays)])
     }

@@ -142,14 +142,10 @@ impl SpawnProcesses<'_> {
         let mut stays = None;
         loop {
             let restart_count = restarts.reasons.len();
-            let start = Start {
-                spawn: self,
-                store: store.under(&store_prefix(restart_count)),
-                restart_count,
-            };
+            let start = Start::new(self, store, signals, restart_count);
             let (mut all, asks) = match stays.take() {
-                Some((all, store)) => (all, Some(store)),
-                None => (start.begin(store)?, None),
+                Some((all, before)) => (all, Some(before)),
+                None => (start.begin()?, None),
             };
             if let (Some(lent), Some(Some(rank_0))) = (lent, all.children.first()) {
                 lent.lend_to(rank_0.id());
@@ -157,7 +153,7 @@ impl SpawnProcesses<'_> {
             if let Some(asks) = asks {
                 Restarts::answer(&asks, true)?;
             }
-            let mut stops = start.wait(&mut all, store, signals)?;
+            let mut stops = start.wait(&mut all)?;
             LentTerminal::take_back();
             all.print_output();
             let Some(mut error) = start.error(&all) else {
@@ -168,9 +164,9 @@ impl SpawnProcesses<'_> {
             error.repeated = failures_in_a_row(&positions);
             let wrong_input = matches!(error.kind, ErrorKind::WrongInput);
             let mut is_over = wrong_input || stops || restart_count == self.max_restarts;
-            // What fails again at the same position may have its cause in the process.
+            // If the run fails again at the same position, the cause may be in the process.
             if all.are_there() && (is_over || error.repeated.is_some()) {
-                is_over |= start.refuse_restart(&mut all, store, signals)?;
+                is_over |= start.refuse_restart(&mut all)?;
             }
             if is_over {
                 return Ok(ProcessesEnd::Badly(Box::new(error), restarts.reasons));
@@ -179,7 +175,7 @@ impl SpawnProcesses<'_> {
             let reason = error.text.lines().next().unwrap_or_default().into();
             restarts.add(reason, began.elapsed(), store)?;
             all.reap(); // it may have been killed meanwhile
-            stays = all.are_there().then_some((all, start.store));
+            stays = all.are_there().then_some((all, start.messages));
         }
     }
 
@@ -256,19 +252,34 @@ pub fn this_program() -> io::Result<Command> {
 /// One start of all ranks: in new processes, or in the one of the start before.
 struct Start<'a> {
     spawn: &'a SpawnProcesses<'a>,
-    /// Holds the errors that the processes of this start leave.
-    store: TcpStore,
+    /// The store of the run.
+    store: &'a TcpStore,
+    /// The part of it for the messages between this process and those of this start: their errors, and whether one of them
+    /// makes the next start, too.
+    messages: TcpStore,
+    /// The signals to this process.
+    signals: &'a Receiver<i32>,
     restart_count: usize,
 }
 
-impl Start<'_> {
-    /// Starts the processes, whose store is `store`. If one cannot be started, kills the others.
-    fn begin(&self, store: &TcpStore) -> Result<RunningProcesses> {
+impl<'a> Start<'a> {
+    fn new(
+        spawn: &'a SpawnProcesses<'a>,
+        store: &'a TcpStore,
+        signals: &'a Receiver<i32>,
+        restart_count: usize,
+    ) -> Self {
+        let messages = store.under(&store_prefix(restart_count));
+        Self { spawn, store, messages, signals, restart_count }
+    }
+
+    /// Starts the processes. If one cannot be started, kills the others.
+    fn begin(&self) -> Result<RunningProcesses> {
         let output = self.spawn.lends_terminal.then(OutputOfProcesses::open).transpose();
         let output = output.map_err(cannot_start)?;
         let mut all = RunningProcesses { output, ..RunningProcesses::default() };
         for rank in 0..self.spawn.count() {
-            match self.start(rank, store.port(), all.output.as_ref()) {
+            match self.start(rank, all.output.as_ref()) {
                 Ok(child) => all.children.push(Some(child)),
                 Err(error) => {
                     all.kill();
@@ -280,16 +291,11 @@ impl Start<'_> {
         Ok(all)
     }
 
-    fn start(
-        &self,
-        rank: usize,
-        port: u16,
-        output: Option<&OutputOfProcesses>,
-    ) -> io::Result<Child> {
+    fn start(&self, rank: usize, output: Option<&OutputOfProcesses>) -> io::Result<Child> {
         let mut command = this_program()?;
         command.args(env::args_os().skip(1)).stdin(Stdio::null()).process_group(0);
         let (restart_count, max_restarts) = (self.restart_count, self.spawn.max_restarts);
-        let state_dir = self.spawn.state_dir.map(PathBuf::from);
+        let (port, state_dir) = (self.store.port(), self.spawn.state_dir.map(PathBuf::from));
         let mut start = ParentStart { rank: None, port, restart_count, max_restarts, state_dir };
         if let Children::Ranks(Placement { devices, threads_per_rank, .. }) = self.spawn.children {
             start.rank = Some([rank, devices.len()]);
@@ -309,12 +315,7 @@ impl Start<'_> {
     ///
     /// # Errors
     /// [`Error::Store`] when the store does not say whether a process waits.
-    fn wait(
-        &self,
-        all: &mut RunningProcesses,
-        store: &TcpStore,
-        signals: &Receiver<i32>,
-    ) -> Result<bool> {
+    fn wait(&self, all: &mut RunningProcesses) -> Result<bool> {
         let mut stops = false;
         let mut final_signals = [SIGTERM, SIGKILL].into_iter();
         let mut deadline: Option<Deadline> = None;
@@ -322,8 +323,8 @@ impl Start<'_> {
         all.reap();
         while all.are_there() && !self.waits_for_restart()? {
             let signal = match deadline {
-                None => signals.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                Some(deadline) => deadline.recv(signals),
+                None => self.signals.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Some(deadline) => deadline.recv(self.signals),
             };
             match signal {
                 Ok(SIGCHLD) => {}
@@ -360,7 +361,7 @@ impl Start<'_> {
                 deadline = Some(Deadline::after(patience));
                 // A killed process cannot report its own end. If the report fails, the other processes notice the end
                 // as they would across machines.
-                all.first_error = self.report(all, store).ok().flatten();
+                all.first_error = self.report(all).ok().flatten();
             }
         }
         Ok(stops)
@@ -369,38 +370,33 @@ impl Start<'_> {
     /// Returns whether the process with all ranks has ended this start, and waits for the next one.
     fn waits_for_restart(&self) -> Result<bool> {
         match self.spawn.children {
-            Children::Threads => Restarts::is_asked(&self.store),
+            Children::Threads => Restarts::is_asked(&self.messages),
             Children::Ranks(_) => Ok(false),
         }
     }
 
     /// Answers a process that waits for its restart that there is none, and waits for its end. Returns whether a signal has
     /// asked the run to stop.
-    fn refuse_restart(
-        &self,
-        all: &mut RunningProcesses,
-        store: &TcpStore,
-        signals: &Receiver<i32>,
-    ) -> Result<bool> {
-        if Restarts::answer(&self.store, false).is_err() {
+    fn refuse_restart(&self, all: &mut RunningProcesses) -> Result<bool> {
+        if Restarts::answer(&self.messages, false).is_err() {
             all.kill();
             return Ok(false);
         }
-        self.wait(all, store, signals)
+        self.wait(all)
     }
 
     /// Reports to the other processes that the first one has failed. Returns its error for the user, with what its rank
     /// was last seen doing; `None` if the rank has left its own error, or has printed it.
-    fn report(&self, all: &mut RunningProcesses, store: &TcpStore) -> Result<Option<ChildError>> {
+    fn report(&self, all: &mut RunningProcesses) -> Result<Option<ChildError>> {
         let (Some(&(rank, pid, status)), Children::Ranks(placement)) =
             (all.first_failure(), &self.spawn.children)
         else {
             return Ok(None);
         };
         let how = self.spawn.how(rank, pid, status);
-        let store_of_run = store.under(&prefix("none", self.restart_count as i64));
+        let store_of_run = self.store.under(&prefix("none", self.restart_count as i64));
         report_absent(&store_of_run, rank)?;
-        if refuses_input(status) || ChildError::is_in(&self.store, rank)? {
+        if refuses_input(status) || ChildError::is_in(&self.messages, rank)? {
             report_ended(&store_of_run, rank, None, &how)?;
             return Ok(None);
         }
@@ -421,7 +417,7 @@ impl Start<'_> {
     /// Returns the error of the process that waits for its restart, or else of the first one that failed, or of the rank that
     /// its error blames, if that rank left one. `None` if no process has failed.
     fn error(&self, all: &RunningProcesses) -> Option<ChildError> {
-        let read = |rank| ChildError::read(&self.store, rank);
+        let read = |rank| ChildError::read(&self.messages, rank);
         if all.are_there() {
             let unknown = || "the ranks have failed, and their error cannot be read".into();
             return Some(read(0).unwrap_or_else(|| ChildError::new(unknown(), ErrorKind::Process)));
@@ -463,28 +459,33 @@ mod tests {
     use crate::ffi::cuda::Cuda;
     use crate::process_group::Backend;
 
+    const TIME: Duration = Duration::from_secs(5);
+
+    fn spawn_of(children: Children<'_>) -> SpawnProcesses<'_> {
+        SpawnProcesses {
+            children,
+            timeout: TIME,
+            grace_period: TIME,
+            stops: true,
+            max_restarts: 3,
+            state_dir: None,
+            lends_terminal: false,
+        }
+    }
+
     /// No signal would wake the parent again.
     #[test]
     fn wait_ends_if_the_store_does_not_answer() {
-        let time = Duration::from_secs(5);
-        let spawn = SpawnProcesses {
-            children: Children::Threads,
-            timeout: time,
-            grace_period: time,
-            stops: true,
-            max_restarts: 1,
-            state_dir: None,
-            lends_terminal: false,
-        };
-        let server = TcpStore::serve("127.0.0.1", 0, time).unwrap();
-        let store = TcpStore::connect("127.0.0.1", server.port(), time).unwrap();
-        let start = Start { spawn: &spawn, store: store.under(&store_prefix(0)), restart_count: 0 };
+        let spawn = spawn_of(Children::Threads);
+        let server = TcpStore::serve("127.0.0.1", 0, TIME).unwrap();
+        let store = TcpStore::connect("127.0.0.1", server.port(), TIME).unwrap();
+        let (_signals_tx, signals) = unbounded();
+        let start = Start::new(&spawn, &store, &signals, 0);
         drop(server);
         let child = Command::new("sleep").arg("600").spawn().unwrap();
         let mut all =
             RunningProcesses { children: vec![Some(child)], ..RunningProcesses::default() };
-        let (_signals_tx, signals) = unbounded();
-        let waited = start.wait(&mut all, &store, &signals);
+        let waited = start.wait(&mut all);
         all.kill();
         assert!(matches!(waited, Err(Error::Store { .. })), "{waited:?}");
     }
@@ -495,29 +496,17 @@ mod tests {
         let placement =
             place(count, BackendChoice::Given(Backend::Threaded), &no_gpu, &NodeSlice::all(8))
                 .unwrap();
-        let time = Duration::from_secs(5);
-        let spawn = SpawnProcesses {
-            children: Children::Ranks(&placement),
-            timeout: time,
-            grace_period: time,
-            stops: true,
-            max_restarts: 3,
-            state_dir: None,
-            lends_terminal: false,
-        };
-        let store = TcpStore::serve("127.0.0.1", 0, time).unwrap();
+        let spawn = spawn_of(Children::Ranks(&placement));
+        let store = TcpStore::serve("127.0.0.1", 0, TIME).unwrap();
+        let (_signals_tx, signals) = unbounded();
         for (restart_count, code) in [2, 1].into_iter().enumerate() {
-            let start = Start {
-                spawn: &spawn,
-                store: store.under(&store_prefix(restart_count)),
-                restart_count,
-            };
+            let start = Start::new(&spawn, &store, &signals, restart_count);
             // A process whose --config has changed meanwhile ends like this, before it has joined.
             let exit = format!("exit {code}");
             let status = Command::new("sh").args(["-c", &exit]).status().unwrap();
             let (ended, children) = (vec![(1, 7, status)], vec![None, None]);
             let mut all = RunningProcesses { ended, children, ..RunningProcesses::default() };
-            all.first_error = start.report(&mut all, &store).unwrap();
+            all.first_error = start.report(&mut all).unwrap();
             let error = start.error(&all).unwrap();
             assert_eq!(matches!(error.kind, ErrorKind::WrongInput), code == 2, "{error:?}");
             assert_eq!(error.failure().is_none(), code == 2, "{error:?}");
