@@ -128,7 +128,7 @@ check: cargo libtorch ## formatting, lints and documentation, warnings being err
 	cargo fmt --check --manifest-path tests/loom/Cargo.toml
 	cargo clippy --release $(LOOM) --all-targets -- -D warnings
 	cargo clippy --release $(LOOM) --all-targets --features loom -- -D warnings
-	LIBTORCH=/nowhere RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps --package ddp-mp-engine --package ddp-mp-views --package ddp-mp --features ddp-mp/doc-only # as docs.rs does
+	LIBTORCH=/nowhere RUSTDOCFLAGS="-D warnings" cargo doc --release --no-deps --package ddp-mp-compare --package ddp-mp-engine --package ddp-mp-views --package ddp-mp --features ddp-mp/doc-only # as docs.rs does
 	python3 -B -m unittest discover --start-directory benches
 	python3 -B -m unittest discover --start-directory tests/gpu_pack
 
@@ -163,10 +163,26 @@ install: $(shell [ ! -O Makefile ] || echo build) ## install the program and its
 	.cargo/install.sh $(PROGRAM) "$(DESTDIR)$$(realpath -ms "$(PREFIX)")"
 
 wheel: build ## build a Python wheel of the program into dist/
-	python3 python/wheel.py $(PROGRAM) $(LIBTORCH_FOLDER) dist
+	python3 python/wheel.py dist $(PROGRAM) $(LIBTORCH_FOLDER)
 
 test-wheel: wheel python simulated-gpus ## install the wheel into an environment of its own, move .libtorch/ away, and use it
 	$(PYTHON_FOLDER)/bin/python tests/interop/wheel.py dist/ddp_mp-*.whl $(PROGRAM) $(LIBTORCH_FOLDER) $(SIMULATED_GPUS)
+
+record-wheel: cargo ## build the small Python wheel, for loops of PyTorch, into dist/: without libtorch
+	python3 python/wheel.py dist
+
+# The PyTorch versions that `make test-record-wheel` tries. It fetches each that is not there.
+VERSIONS = $(LIBTORCH_VERSION)
+folder_of = .python$(addprefix -,$(filter-out $(LIBTORCH_VERSION),$(1)))
+
+test-record-wheel: record-wheel ## install the small wheel beside PyTorch, and use it; beside others: VERSIONS="2.4.0 2.11.0 2.13.0 2.15.0"
+	@$(foreach version,$(VERSIONS),.cargo/fetch-libtorch.sh $(version) python $(call folder_of,$(version)) &&) true
+	python3 -B tests/interop/record_wheel.py dist/ddp_mp_record-*.whl $(foreach version,$(VERSIONS),$(call folder_of,$(version))/bin/python)
+
+# All libraries, so that it has what `cargo build` has compiled. The wheels have one that needs no libtorch to build.
+native: cargo libtorch ## build the native library of the Python package into python/ddp_mp, for the checks that use it in the clone
+	cargo build --release --workspace --lib
+	install -m 644 $(dir $(PROGRAM))libddp_mp_native.so python/ddp_mp
 
 parity: python ## compare the recorded values with those of PyTorch; of another one: make parity TORCH=2.15.0
 	$(PYTHON_FOLDER)/bin/python tests/parity/record.py --check
@@ -191,9 +207,14 @@ report: cargo python ## open the report of a run in Chromium, and try all of it
 	cargo build --release
 	$(PYTHON_FOLDER)/bin/python tests/interop/report_page.py $(PROGRAM)
 
-records: cargo python ## record PyTorch loops and wrong ports of one, and compare them with each other and with the program
+records: cargo python native ## record PyTorch loops and wrong ports of one, and compare them with each other and with the program
 	cargo build --release
 	$(PYTHON_FOLDER)/bin/python tests/interop/records.py $(PROGRAM)
+	$(PYTHON_FOLDER)/bin/python tests/interop/real_loops.py
+	$(PYTHON_FOLDER)/bin/python tests/interop/known_mistakes.py
+
+record-limits: cargo python native ## try whether ddp-mp-diff --rtol tells rounding from mistakes
+	$(PYTHON_FOLDER)/bin/python tests/interop/close_or_far.py
 
 page: cargo libtorch ## make the pictures of assets/ anew: with tmux the live view, with Chromium the page of a run
 	cargo build --release

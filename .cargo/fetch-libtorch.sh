@@ -14,6 +14,7 @@ cd "$(dirname "$0")/.."
 version=$1 set=${2:-}
 # The CUDA libraries that the torch wheel needs.
 case $version in
+2.[45].*) cuda=(nvidia-cuda-runtime-cu12==12.1.105 nvidia-cuda-cupti-cu12==12.1.105) ;;
 2.1[1-3].*) cuda=(nvidia-cuda-runtime==13.0.96 nvidia-cuda-cupti==13.0.85) ;;
 *) cuda=(nvidia-cuda-runtime==13.2.* nvidia-cuda-cupti==13.2.*) ;;
 esac

@@ -7,7 +7,10 @@
 set -euo pipefail
 cd "$1"
 read -ra compiler <<<"${CXX:-c++}"
-users=(torch/lib/libtorch_{cuda,nvshmem,python}.so)
+users=()
+for user in torch/lib/libtorch_{cuda,nvshmem,python}.so; do
+    [ ! -e "$user" ] || users+=("$user")
+done
 known=$(PATH=$PATH:/sbin ldconfig -p; find . -name '*.so*')
 
 missing=()
@@ -20,7 +23,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 # Each as FUNCTION, or FUNCTION@VERSION.
 nm -D --undefined-only "${users[@]}" | awk '{ print $2 }' |
-    grep -E '^(cublas|cudnn|cufft|cuFile|curand|cusparse|nccl|nvrtc|nvshmem)' | sort -u >"$work/functions"
+    grep -E '^(cublas|cudnn|cufft|cuFile|curand|cusparse|nccl|nvrtc|nvshmem|nvtx)' | sort -u >"$work/functions"
 sed 's/\(.*\)@.*/\1/; s/.*/void &(void) { __builtin_trap(); }/' "$work/functions" >"$work/functions.c"
 awk -F@ '
     { version = $2 ? $2 : "NONE"; functions[version] = functions[version] $1 "; " }

@@ -70,6 +70,26 @@ LABELS = {
     "parameters W": ("parameters W", "参数 W"),
     "all-reduce mean": ("all-reduce: g = (g0 + g1 + g2) / 3", "all-reduce（全归约）：g = (g0 + g1 + g2) / 3"),
     "optimizer": ("optimizer", "优化器"),
+    # one-wrong-number
+    "one-wrong-number": ("Where one wrong number goes in a step of two ranks", "两个 rank 的一步里，一个错误的数会到哪里"),
+    "one-wrong-number.desc": (
+        "Samples, outputs of layers and losses of both ranks are the same as in the other run. One gradient of rank 1 is "
+        "another. So the averages of both ranks are others, and so are the parameters of both.",
+        "两个 rank 的样本、各层输出和损失都与另一次运行相同。rank 1 有一个梯度不同，"
+        "于是两个 rank 的平均值都不同，两个 rank 的参数也都不同。",
+    ),
+    "samples": ("samples", "样本"),
+    "layers": ("outputs", "各层输出"),
+    "loss": ("loss", "损失"),
+    "average": ("average", "平均值"),
+    "parameters": ("parameters", "参数"),
+    "other": ("another", "不同"),
+    "the cause": ("the first: the cause", "第一处：原因"),
+    "consequences": ("consequences", "后果"),
+    "next step": (
+        "In the next step all differs but the samples. At the end nothing says where it began.",
+        "下一步里，除了样本，一切都不同。到运行结束时，已经看不出从哪里开始。",
+    ),
     # ring-all-reduce
     "ring-all-reduce": ("A ring all-reduce of four ranks and four chunks", "环形 all-reduce：四个 rank，四块"),
     "ring-all-reduce.desc": (
@@ -900,7 +920,36 @@ def after_a_failure(p):
     p.cell(save[0], middles[0] - 20, save[1], 40, p.say("saves"), "sum", "text small bold")
 
 
+def one_wrong_number(p):
+    """Rank 1 has one wrong gradient. Which parts of the step, and of the next one, differ then."""
+    columns = ["samples", "layers", "loss", "gradient", "average", "parameters"]
+    left, wide, gap, high = 96, 88, 16, 40
+    middles = [88 + 64 * rank for rank in range(2)]
+    for rank, middle in enumerate(middles):
+        p.text(MARGIN, middle + 5, f"rank {rank}", "text bold", "start")
+    wrong = {"gradient": [1], "average": [0, 1], "parameters": [0, 1]}
+    for place, column in enumerate(columns):
+        x = left + place * (wide + gap)
+        p.text(x + wide / 2, 52, p.say(column), "muted small", room=wide + gap - 4)
+        for rank, middle in enumerate(middles):
+            is_wrong = rank in wrong.get(column, [])
+            colour, text = ("rank3", "other") if is_wrong else ("sum", "the same")
+            p.cell(x, middle - high / 2, wide, high, p.say(text), colour, "text small")
+        if place == 0:
+            continue
+        for rank, middle in enumerate(middles):
+            for source, of_source in enumerate(middles):
+                if source == rank or column == "average":
+                    p.path([(x - gap + 1, of_source), (x - 2, middle)])
+    first = left + columns.index("gradient") * (wide + gap)
+    p.rect(first - 5, middles[1] - high / 2 - 5, wide + 10, high + 10, "group", 6, 'stroke-dasharray="5 4"')
+    p.text(first + wide / 2, middles[1] + 46, p.say("the cause"), "text small bold", room=2 * wide)
+    p.text(left + 4.5 * (wide + gap) + wide / 2, middles[1] + 46, p.say("consequences"), "muted small", room=3 * wide)
+    p.text(MARGIN, middles[1] + 84, p.say("next step"), "text small", "start")
+
+
 DRAWINGS = [
+    one_wrong_number,
     data_parallel,
     ring_all_reduce,
     tree_all_reduce,

@@ -98,8 +98,8 @@
 //! # Reading order
 //!
 //! To learn how data parallelism works, follow one run from the top to the bottom. A module uses the modules below it
-//! in this table, and none above it. `tests/tidy.rs` reads the table and checks it. `views` is a crate of its own, and so
-//! is the engine: `launch` and all below.
+//! in this table, and none above it. `tests/tidy.rs` reads the table and checks it. `views` and `compare` are crates of their
+//! own, and so is the engine: `launch` and all below, down to `operation`.
 //!
 //! | module | what happens there |
 //! |---|---|
@@ -125,6 +125,7 @@
 //! | [`records`] | plain data that a run measures |
 //! | `error` | the errors, and which rank to suspect |
 //! | `operation` | the operations that errors and traces name, and what each collective moves |
+//! | `compare` | records of runs, and the first number in which two differ; the text and files that all crates share |
 //!
 //! # Invariants
 //!

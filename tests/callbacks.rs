@@ -8,6 +8,7 @@ use anyhow::{Result, bail};
 use ddp_mp::events::{Event, Fingerprint, Observer, Observers, StepFingerprint};
 use ddp_mp::models::Model;
 use ddp_mp::prelude::*;
+use ddp_mp::trainer::FingerprintOptions;
 use ddp_mp::views::Metrics;
 use ddp_mp::{StopReason, StopRequest};
 
@@ -263,7 +264,10 @@ fn failure_while_a_rank_ends_its_step_leaves_that_step_whole_in_the_record() {
         let mut observers = Observers::default();
         observers.add(observer.clone());
         let trainer = trainer(rank, group)?.observe(observers, 1).callback(FailWhileRankEndsStep);
-        trainer.fingerprint(1, "test".into(), serde_json::Map::new()).train(1)
+        let (program, options) = ("test".into(), serde_json::Map::new());
+        let (every, whole, modules) = (1, false, false);
+        let options = FingerprintOptions { every, whole, modules, program, options };
+        trainer.fingerprint(options).train(1)
     });
     assert!(error.unwrap_err().to_string().contains("planned"));
     let mut lines = std::mem::take(&mut *record.0.lock().unwrap());

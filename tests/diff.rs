@@ -41,7 +41,8 @@ fn diff(code: i32, folder: &Path, a: &str, b: &str) -> (String, String) {
 
 /// The error of `ddp-mp diff` for files that it refuses.
 fn diff_refused(folder: &Path, a: &str, b: &str) -> String {
-    let flags = DiffFlags { a: folder.join(a), b: folder.join(b) };
+    let (a, b) = (folder.join(a), folder.join(b));
+    let flags = DiffFlags { a, b, rtol: None, rename: Vec::new() };
     commands::diff(&flags, &Printer::new(LogFormat::Text)).unwrap_err().to_string()
 }
 
@@ -247,19 +248,21 @@ fn files_that_are_no_records_are_refused_in_one_sentence() {
     record(0, folder, "good", &["--nproc-per-node=2", "--max-steps=3", "--quiet"]);
     let good = fs::read_to_string(folder.join("good")).unwrap();
     let lines: Vec<&str> = good.lines().collect();
-    let later = lines[0].replace("\"format\":1", "\"format\":2,\"new\":{}");
+    let later = lines[0].replace("\"format\":2", "\"format\":3,\"new\":{}");
+    let earlier = lines[0].replace("\"format\":2", "\"format\":1");
     let without_header = lines[1..].join("\n");
     let damaged = good.replacen("\"step\":1", "\"step\":one", 1);
-    let shorter = good.replacen("\"gradients\":[\"", "\"gradients\":[\"0123456789abcdef\",\"", 1);
-    let bad_hash = good.replacen("\"averages\":[\"", "\"averages\":[\"xx", 1);
+    let shorter = good.replacen("\"gradients\":[", "\"gradients\":[null,", 1);
+    let bad_hash = good.replacen("\"averages\":[{\"hash\":\"", "\"averages\":[{\"hash\":\"xx", 1);
     for (text, expected) in [
         ("", "the record is empty"),
         ("hello\n", "this file is not a record"),
         ("{}\n", "this file is not a record"),
-        (&*later, "this record has format 2, and this program reads format 1"),
+        (&*later, "this record has format 3, and this program reads format 2"),
+        (&earlier, "this record has format 1, and this program reads format 2"),
         (&without_header, "the header is missing"),
         (&damaged, "is no line of a record"),
-        (&shorter, "it has not one hash for each tensor of the header"),
+        (&shorter, "it has not one fingerprint for each tensor of the header"),
         (&bad_hash, "is not a hash of 16 hexadecimal digits"),
         (&lines[0][..40], "this file is not a record"),
     ] {
@@ -381,7 +384,7 @@ fn differences_are_named_as_what_they_are() {
         let (stdout, stderr) = diff(code, folder, "good", "other");
         stdout + &stderr
     };
-    let hash: Value = "0123456789abcdef".into();
+    let hash = serde_json::json!({"hash": "0123456789abcdef"});
     for (tensor, name) in ["inputs", "targets"].into_iter().enumerate() {
         let text = compare(1, &|line| {
             if is_at(line, 1) {
@@ -494,4 +497,122 @@ fn restarted_run_keeps_and_records_its_steps() {
         let stdout = diff_equal(folder, a, b);
         assert!(!stdout.contains("Only "), "{stdout}");
     }
+}
+
+/// Layers of the built-in models have the names of PyTorch's modules.
+#[test]
+fn first_layer_whose_output_differs_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let flags = ["--model=mlp", "--hidden=16,16", "--nproc-per-node=2", "--max-steps=3", "--quiet"];
+    let all = [&flags[..], &["--record-modules"]].concat();
+    record(0, folder, "relu", &all);
+    record(0, folder, "gelu", &[&all[..], &["--activation=gelu"]].concat());
+    record(0, folder, "without", &flags);
+    let (stdout, _) = diff(1, folder, "relu", "gelu");
+    for text in [
+        "  outputs     differs on all ranks: `1`, `2`, `3`, ...\n",
+        "  backward    differs on all ranks: `4`, `3`, `2`, ...\n",
+        "What goes into `1` is the same.",
+        "and all before is equal: no rounding.",
+    ] {
+        assert!(stdout.contains(text), "{text}: {stdout}");
+    }
+    // The bits of the run are the same, and one record has nothing to compare.
+    let stdout = diff_equal(folder, "relu", "without");
+    assert!(stdout.contains("Equal: the start and 3 steps"), "{stdout}");
+    let text = fs::read_to_string(folder.join("relu")).unwrap();
+    let step = events(&text).into_iter().find(|line| line["event"] == "step").unwrap();
+    let modules = |key: &str| -> Vec<String> {
+        let tensors = step[key].as_array().unwrap();
+        tensors.iter().map(|tensor| tensor["module"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(modules("outputs"), ["0", "1", "2", "3", "4"]);
+    assert_eq!(modules("output_gradients"), ["4", "3", "2", "1", "0"]);
+}
+
+/// Rounding is close, also where it has grown, and another rate is not.
+#[test]
+fn runs_that_differ_by_rounding_are_close() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let flags = ["--model=mlp", "--hidden=16,16", "--max-steps=12", "--momentum=0.9", "--quiet"];
+    for (name, args) in [
+        ("two", &["--nproc-per-node=2"][..]),
+        ("one", &["--nproc-per-node=1", "--batch-size=64"]),
+        ("bf16", &["--nproc-per-node=2", "--amp=bf16"]),
+        ("decay", &["--nproc-per-node=2", "--amp=bf16", "--weight-decay=5"]),
+        ("rate", &["--nproc-per-node=2", "--lr=0.002"]),
+    ] {
+        record(0, folder, name, &[&flags[..], args].concat());
+    }
+    for (other, code, expected) in [
+        ("one", 0, "Close: the bits differ from step 0 on, and no tensor is farther than"),
+        ("bf16", 0, "but they grow as rounding does: everywhere, and nothing jumps."),
+        ("decay", 1, "The first jump is in step 0:"),
+        ("rate", 1, "compare --lr and the schedules"),
+    ] {
+        let (stdout, _) = run_in(code, folder, &["diff", "two", other, "--rtol"]);
+        let text = stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(text.contains(expected), "{other}: {stdout}");
+        diff(1, folder, "two", other); // the bits differ in any case
+    }
+    let (stdout, _) = run_in(0, folder, &["diff", "two", "bf16", "--rtol=0.5"]);
+    assert!(stdout.contains("no tensor is farther than"), "{stdout}");
+    let (_, stderr) = run_in(2, folder, &["diff", "two", "bf16", "--rtol=2"]);
+    assert!(stderr.contains("write a number from 0 to 1"), "{stderr}");
+}
+
+/// A step has one part of a large tensor, unless the record has whole ones.
+#[test]
+fn large_tensors_are_recorded_in_parts() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let flags = ["--model=mlp", "--hidden=300,300", "--max-steps=8", "--quiet"];
+    let two = [&flags[..], &["--nproc-per-node=2"]].concat();
+    record(0, folder, "parts", &two);
+    record(0, folder, "processes", &[&two[..], &["--spawn=processes", "--zero"]].concat());
+    record(0, folder, "whole", &[&two[..], &["--record-whole"]].concat());
+    diff_equal(folder, "parts", "processes");
+    let text = fs::read_to_string(folder.join("parts")).unwrap();
+    let lines = events(&text);
+    let parts: Vec<Option<u64>> = lines
+        .iter()
+        .filter(|line| line["event"] == "step" && line["rank"] == 0)
+        .map(|line| line["parameters"][2]["part"].as_u64())
+        .collect();
+    assert!(parts.contains(&Some(0)) && parts.contains(&Some(1)), "{parts:?}");
+    let start = lines.iter().find(|line| line["event"] == "start").unwrap();
+    assert!(start["parameters"][2]["part"].is_null());
+    let error = diff_refused(folder, "parts", "whole");
+    assert!(error.contains("whole tensors; record both runs with --record-whole"), "{error}");
+}
+
+/// A port may have other names.
+#[test]
+fn names_of_a_port_are_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let flags = ["--model=mlp", "--hidden=16", "--max-steps=3", "--quiet", "--record-modules"];
+    record(0, folder, "ours", &flags);
+    edit(folder, "ours", "theirs", |line| {
+        let text = line.to_string().replace("\"0.", "\"net.first.").replace("\"2.", "\"net.last.");
+        *line = serde_json::from_str(&text).unwrap();
+        if line["event"] == "header" {
+            line["parameters"].as_array_mut().unwrap().reverse();
+        } else {
+            for key in ["gradients", "averages", "parameters"] {
+                if let Some(tensors) = line[key].as_array_mut() {
+                    tensors.reverse();
+                }
+            }
+        }
+    });
+    let error = diff_refused(folder, "ours", "theirs");
+    assert!(error.contains("the models differ: "), "{error}");
+    let renames = ["--rename=0.=net.first.", "--rename=2.=net.last."];
+    let (stdout, _) = run_in(0, folder, &[&["diff", "ours", "theirs"], &renames[..]].concat());
+    assert!(stdout.contains("Equal: the start and 3 steps"), "{stdout}");
+    let (_, stderr) = run_in(2, folder, &["diff", "ours", "theirs", "--rename=first"]);
+    assert!(stderr.contains("write OLD=NEW"), "{stderr}");
 }

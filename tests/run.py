@@ -20,9 +20,9 @@ INTEGRATION_TESTS = ["--package=ddp-mp-tests", "--test=tests"]
 # crates use the engine of the program.
 UNIT_TESTS = ["--package=ddp-mp-tests", "--lib"]
 ENGINE_TESTS = [*UNIT_TESTS, "--package=ddp-mp-engine", "--config=profile.release.package.ddp-mp-engine.opt-level=0"]
-OTHER_TESTS = [*UNIT_TESTS, "--package=ddp-mp-views", "--package=ddp-mp"]
+OTHER_TESTS = [*UNIT_TESTS, "--package=ddp-mp-compare", "--package=ddp-mp-views", "--package=ddp-mp"]
 # Compiles each function that has changed, and no other.
-CRATES = ["ddp-mp-engine", "ddp-mp-views", "ddp-mp"]
+CRATES = ["ddp-mp-compare", "ddp-mp-engine", "ddp-mp-views", "ddp-mp"]
 FAST = [
     *("--lib", "--test=tests", "--config=profile.release.package.ddp-mp-engine.codegen-units=256"),
     *(f"--config=profile.release.package.{crate}.opt-level=0" for crate in CRATES),

@@ -7,12 +7,13 @@ use std::process::Command;
 
 use crate::harness::{files_below, repository};
 
-/// The folders of the program's source, of the views' and of the engine's. No two have a module of the same name.
-pub(crate) const ROOTS: [&str; 3] = ["src", VIEWS, ENGINE];
+/// The folders of the source of the program, the views, the engine and the comparison.
+pub(crate) const ROOTS: [&str; 4] = ["src", VIEWS, ENGINE, COMPARE];
 const VIEWS: &str = "crates/views/src";
 const ENGINE: &str = "crates/engine/src";
+const COMPARE: &str = "crates/compare/src";
 
-/// Returns all Rust files of the engine, the views and the program, sorted in each.
+/// Returns all Rust files of these crates, sorted in each.
 fn sources() -> Vec<PathBuf> {
     let mut files: Vec<PathBuf> =
         ROOTS.into_iter().flat_map(|root| files_below(&repository(root))).collect();
@@ -21,12 +22,14 @@ fn sources() -> Vec<PathBuf> {
     files
 }
 
-/// Returns the path of a source file below the folder of its crate's source. A view begins with `views/`.
+/// Returns the path of a source file below the folder of its crate's source. A file of two of the crates begins with `views/`
+/// or `compare/`.
 fn name(file: &Path) -> String {
     let below =
         |root: &str| Some(file.strip_prefix(repository(root)).ok()?.to_string_lossy().into());
-    let of_views = || Some(format!("views/{}", below(VIEWS)?));
-    below("src").or_else(of_views).or_else(|| below(ENGINE)).unwrap()
+    let of = |crate_name: &str, root: &str| Some(format!("{crate_name}/{}", below(root)?));
+    let named = below("src").or_else(|| of("views", VIEWS)).or_else(|| of("compare", COMPARE));
+    named.or_else(|| below(ENGINE)).unwrap()
 }
 
 /// Returns where a file is that is named by its path below the folder of its crate's source.
@@ -81,10 +84,12 @@ fn modules_use_only_modules_below_them() {
         seen.insert(module.to_owned());
         let code = code(&file).replace("ddp_mp_engine::", "").replace("ddp_mp_views::", "");
         let code = code.replace("views::", "crate::views::").replace("engine::", "crate::");
+        let code = code.replace("compare::", "crate::compare::");
         for used in code.split("crate::").skip(1) {
             let used = used.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap();
-            let is_in_views = module == "views" && place(used).is_none(); // the compiler checks these
-            if used == "loom_primitives" || is_in_views {
+            // The compiler checks these.
+            let is_within = ["views", "compare"].contains(&module) && place(used).is_none();
+            if used == "loom_primitives" || is_within || module == "compare" {
                 continue; // tests/loom has the first
             }
             let theirs = place(used).unwrap_or_else(|| {
@@ -96,19 +101,35 @@ fn modules_use_only_modules_below_them() {
     assert_eq!(seen, order.into_iter().collect(), "the table of lib.rs names these modules");
 }
 
+/// Returns what a package of this workspace needs: a line for each package.
+fn packages_of(package: &str) -> String {
+    let mut cargo = Command::new(env!("CARGO"));
+    cargo.args(["tree", "--locked", "--package", package, "--edges=normal", "--prefix=none"]);
+    let output = cargo.current_dir(repository("")).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
 /// Who trains with a loop of their own builds neither a command line nor a screen.
 #[test]
 fn engine_needs_no_command_line_and_no_terminal() {
-    let mut cargo = Command::new(env!("CARGO"));
-    cargo.args(["tree", "--locked", "--package=ddp-mp-engine", "--edges=normal", "--prefix=none"]);
-    let output = cargo.current_dir(repository("")).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let packages = String::from_utf8(output.stdout).unwrap();
+    let packages = packages_of("ddp-mp-engine");
     assert!(packages.contains("tch v"), "{packages}");
     for foreign in
         ["clap v", "ratatui v", "crossterm v", "indicatif v", "prost v", "ddp-mp-views v"]
     {
         assert!(!packages.contains(foreign), "the engine needs {foreign}");
+    }
+}
+
+/// Who stays with PyTorch compares records without libtorch.
+#[test]
+fn comparison_needs_no_libtorch() {
+    for package in ["ddp-mp-compare", "ddp-mp-native"] {
+        let packages = packages_of(package);
+        for foreign in ["tch v", "torch-sys v", "ddp-mp-engine v"] {
+            assert!(!packages.contains(foreign), "{package} needs {foreign}");
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-"""The program `ddp-mp`, which uses the libtorch of the environment it is installed in."""
+"""Records training runs of PyTorch, and finds the first number in which two of them differ."""
 
 
 def __getattr__(name):

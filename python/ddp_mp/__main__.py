@@ -1,12 +1,16 @@
-"""The command `ddp-mp`, also as `python -m ddp_mp`: becomes the program beside this file."""
+"""`python -m ddp_mp`: becomes the program `ddp-mp` beside this file; in a package without it, runs `ddp-mp-diff`."""
 
 import os
 import sys
 
+from . import native
+
 
 def main():
-    # Not a child process, so signals and exit codes are the program's.
     program = os.path.join(os.path.dirname(__file__), "ddp-mp")
+    if not os.path.exists(program):
+        native.main()
+    # Not a child process, so signals and exit codes are the program's.
     os.execv(program, ["ddp-mp", *sys.argv[1:]])
 
 

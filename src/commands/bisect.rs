@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 use anyhow::Context;
 use clap::Args;
 
-use super::diff::{compare_files, compare_tensors};
 use crate::session::{AlreadyReported, path_in_shell};
+use compare::{Refused, compare_records, compare_tensors};
 use engine::error::{Error, Shown};
 use engine::events::StepOfRank;
 use engine::files::Place;
@@ -46,7 +46,7 @@ pub fn bisect(flags: &BisectFlags, program: &str, printer: &Printer) -> anyhow::
     if let Some((name, _)) = sides.iter().find(|side| side.1.contains("--checkpoint-dir")) {
         let problem =
             "remove --checkpoint-dir, because it runs twice, and must do the same each time";
-        return Err(refused(name, problem));
+        return Err(usage(name, problem));
     }
     let folder = create_folder(flags.keep.as_deref())?;
     let differ = by_records(sides, program, folder.path(), printer)?;
@@ -81,10 +81,10 @@ fn by_records(
     let file = |name: &str, ending: &str| folder.join(format!("{name}.{ending}"));
     for (name, command) in sides {
         let record = file(name, "record");
-        let flag = format!("--record={}", path_in_shell(&record));
+        let flag = format!("--record={} --record-whole", path_in_shell(&record));
         let said = run(name, &format!("{command} {flag}"), printer)?;
         if !record.exists() && !file(name, "0.record").exists() {
-            return Err(refused(
+            return Err(usage(
                 name,
                 &format!(
                     "it has written no record; name a command of {program} that trains ({said})"
@@ -93,8 +93,10 @@ fn by_records(
         }
     }
     let [good, bad] = sides.map(|(name, _)| file(name, "record"));
-    let first = compare_files(&good, &bad, printer)?;
-    let Some(StepOfRank { step, rank }) = first else { return Ok(false) };
+    let refused = |refused: Refused| Error::data(refused.to_string());
+    let found = compare_records(&good, &bad).map_err(refused)?;
+    printer.line(&found.lines.join("\n"))?;
+    let Some(StepOfRank { step, rank }) = found.first else { return Ok(false) };
     for (name, command) in sides {
         let kept = file(name, "safetensors");
         let file = path_in_shell(&kept);
@@ -109,7 +111,7 @@ fn by_records(
         }
     }
     let [good, bad] = sides.map(|(name, _)| file(name, "safetensors"));
-    let (lines, is_equal) = compare_tensors(&good, &bad, ["good", "bad"])?;
+    let (lines, is_equal) = compare_tensors(&good, &bad, ["good", "bad"]).map_err(refused)?;
     printer.line(&lines.join("\n"))?;
     if is_equal {
         let problem =
@@ -119,7 +121,7 @@ fn by_records(
     Ok(true)
 }
 
-fn refused(name: &str, problem: &str) -> anyhow::Error {
+fn usage(name: &str, problem: &str) -> anyhow::Error {
     Error::usage(format!("--{name}: {problem}")).into()
 }
 
@@ -137,5 +139,5 @@ fn run(name: &str, command: &str, printer: &Printer) -> anyhow::Result<String> {
     if matches!(ended.status.code(), Some(0 | 1)) {
         return Ok(last.into());
     }
-    Err(refused(name, &format!("it failed ({}): {last}", ended.status)))
+    Err(usage(name, &format!("it failed ({}): {last}", ended.status)))
 }

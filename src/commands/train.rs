@@ -86,10 +86,8 @@ fn trainer(
         .trainer(config, config.trainer_options())?
         .share_stop(session.stop.clone())
         .observe(rank.observers().clone(), config.log_every());
-    if config.output.record.is_some() {
-        let every = config.output.record_every.unwrap_or(1);
-        let program = format!("{} {}", config.program.name, config.program.version);
-        trainer = trainer.fingerprint(every, program, config.options()?);
+    if let Some(options) = config.fingerprints()? {
+        trainer = trainer.fingerprint(options);
     }
     if let Some(keep) = config.keep() {
         trainer = trainer.keep(keep);

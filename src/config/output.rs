@@ -12,7 +12,7 @@ use super::option_rules::{
     Conflict, DefaultInWords, InShortHelp, MayDiffer, OnlyIf, RefusedBy, Use,
 };
 use super::values::{name, whole};
-use engine::trainer::{Amp, KeepTensors};
+use engine::trainer::{Amp, FingerprintOptions, KeepTensors};
 use views::{Language, LogFormat};
 
 /// The files of a run, and what it prints.
@@ -38,7 +38,7 @@ pub struct OutputSection {
     #[arg(long, value_name = "FILE", add = MayDiffer::OnResume, add = RefusedBy::TOOLS)]
     #[arg(add = Use::Writes)]
     pub report: Option<PathBuf>,
-    /// Write hashes of each step for the command diff
+    /// Write fingerprints of each step for the command diff
     ///
     /// Of each rank's samples, gradients, averages, parameters and buffers, a line of JSON for each rank and step. A run
     /// with --resume appends
@@ -51,6 +51,16 @@ pub struct OutputSection {
     #[arg(add = MayDiffer::OnResume, add = RefusedBy::TOOLS, add = RECORD)]
     #[arg(add = DefaultInWords("1"))]
     pub record_every: Option<u64>,
+    /// Record the outputs of layers, and their gradients
+    ///
+    /// Of those that the model names: the built-in ones name all, and one of your own those that it calls layer_output for
+    #[arg(long, add = MayDiffer::OnResume, add = RefusedBy::TOOLS, add = RECORD)]
+    pub record_modules: bool,
+    /// Record whole tensors in each step
+    ///
+    /// Otherwise a step has one part of 65536 elements of each larger tensor, in turn
+    #[arg(long, add = MayDiffer::OnResume, add = RefusedBy::TOOLS, add = RECORD)]
+    pub record_whole: bool,
     /// Keep all tensors of one step in a safetensors file
     ///
     /// Of the batch, the output, the loss, the rank's own gradients, the averages, the parameters before and after the
@@ -125,6 +135,24 @@ impl Config {
         let OutputSection { keep, keep_step, keep_rank, .. } = &self.output;
         let file = keep.clone()?;
         Some(KeepTensors { file, step: *keep_step, rank: *keep_rank })
+    }
+
+    /// Returns what is recorded of each rank. `None` without `--record`.
+    ///
+    /// # Errors
+    /// Those of [`options`](Self::options).
+    pub(crate) fn fingerprints(&self) -> anyhow::Result<Option<FingerprintOptions>> {
+        let OutputSection { record, record_every, record_modules, record_whole, .. } = &self.output;
+        if record.is_none() {
+            return Ok(None);
+        }
+        Ok(Some(FingerprintOptions {
+            every: record_every.unwrap_or(1),
+            whole: *record_whole,
+            modules: *record_modules,
+            program: format!("{} {}", self.program.name, self.program.version),
+            options: self.options()?,
+        }))
     }
 
     /// Returns the steps between reports of progress: fewer for the curves of a report.

@@ -15,7 +15,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 rm -f "$CARGO_TARGET_DIR"/package/ddp-mp*.crate
 # In the order in which they would be published: a crate finds the others in the clone until they are.
-cargo package --package ddp-mp-engine --package ddp-mp-views --package ddp-mp --no-verify --allow-dirty --locked
+cargo package --package ddp-mp-compare --package ddp-mp-engine --package ddp-mp-views --package ddp-mp --no-verify --allow-dirty --locked
 for packed in "$CARGO_TARGET_DIR"/package/ddp-mp*.crate; do
     bytes=$(stat -c %s "$packed")
     [ "$bytes" -lt 10000000 ] || die "$packed has $bytes bytes; crates.io takes 10 MB: exclude more in Cargo.toml"

@@ -26,7 +26,8 @@ sys.path += [str(REPOSITORY / "tests" / "parity"), str(REPOSITORY / "benches")]
 import ddp_mp  # noqa: E402
 from checks import check, run  # noqa: E402
 from ports import free_port  # noqa: E402
-from record import CHANNELS, CLASSES, MODELS, SIDE  # noqa: E402
+import record as parity  # noqa: E402
+from record import CHANNELS, CLASSES, SIDE  # noqa: E402
 
 STEPS, BATCH = 6, 8
 
@@ -129,7 +130,13 @@ PORTS = {
     "milestones": ("mlp", {"schedule": "milestones"}, ["--schedule=multi-step", "--milestones=1,2"]),
     "zero": ("mlp", {"zero": True, "clip": 0.1}, ["--zero", "--max-grad-norm=0.1"]),
     "shared model": ("mlp", {"clip": 0.1}, ["--share-model", "--max-grad-norm=0.1"]),
+    "modules": ("mlp", {"record": {"modules": True}}, ["--record-modules"]),
+    # Each step has a part of the largest weight.
+    "parts": ("wide mlp", {"clip": 0.1}, ["--max-grad-norm=0.1"]),
+    "whole": ("wide mlp", {"clip": 0.1, "record": {"whole": True}}, ["--max-grad-norm=0.1", "--record-whole"]),
 }
+HIDDEN = {"mlp": [24, 12], "wide mlp": [300, 300]}
+MODELS = {**parity.MODELS, "wide mlp": lambda: parity.build(HIDDEN["wide mlp"])}
 EPOCHS, SAMPLES, LR = 3, 64, 0.07
 
 
@@ -156,7 +163,8 @@ def train_port(rank, ranks, folder, name):
     amp = does.get("amp")
     scaler = torch.amp.GradScaler("cpu", enabled=amp is torch.float16)
     kept = folder / f"{ranks}.theirs.safetensors"
-    recorder = ddp_mp.record(model, optimizer, folder / f"{ranks}.theirs", keep=kept, keep_step=2)
+    options = does.get("record", {})
+    recorder = ddp_mp.record(model, optimizer, folder / f"{ranks}.theirs", keep=kept, keep_step=2, **options)
     by_step = does.get("schedule") == "warm-up"
     schedulers = torch.optim.lr_scheduler
     schedule = {
@@ -206,7 +214,7 @@ def port_files(folder, name):
     files = [f"--dataset=npy:{folder}/x.npy,{folder}/y.npy", f"--init-from={folder}/start.safetensors"]
     if kind == "cnn":
         return [*files, "--model=cnn", f"--channels={CHANNELS[0]},{CHANNELS[1]}", "--loss=cross-entropy"]
-    return [*files, "--model=mlp", "--hidden=24,12"]
+    return [*files, "--model=mlp", f"--hidden={','.join(map(str, HIDDEN[kind]))}"]
 
 
 def right_ports(program, folder):

@@ -102,29 +102,101 @@ def moved_away(libtorch):
         os.close(lock)
 
 
-def check_file(wheel, libtorch, packages):
-    """What the wheel says of itself, and what its program says of the machine that built it."""
-    [found] = importlib.metadata.distributions(name="ddp-mp", path=[str(packages)])
-    check(found.requires == ["safetensors", "torch==2.13.*", "xxhash"], f"it depends on {found.requires}")
-    program = packages / "ddp_mp/ddp-mp"
-    symbols = run("objdump", "-T", program).stdout
+def check_glibc(wheel, file):
+    """The wheel's name says which glibc a program or library in it needs."""
+    symbols = run("objdump", "-T", file).stdout
     needed = max(int(minor) for minor in re.findall(r"\(GLIBC_2\.(\d+)", symbols))
     tag = re.search(r"-py3-none-manylinux_2_(\d+)_\w+\.whl$", wheel.name)
     check(tag, f"{wheel.name} does not name a glibc")
     # libstdc++ can make it newer than the functions of glibc do.
-    text = f"it needs glibc 2.{needed}, and {wheel.name} names 2.{tag[1]}"
+    text = f"{file.name} needs glibc 2.{needed}, and {wheel.name} names 2.{tag[1]}"
     check(int(tag[1]) >= needed, text)
-    passed(f"{wheel.stat().st_size / 1e6:.1f} MB; {text}")
+    passed(text)
 
+
+def check_paths(file, *others):
+    """A program or library in the wheel says nothing of the machine that built it."""
     cargo = os.environ.get("CARGO_HOME", pathlib.Path.home() / ".cargo")
-    contents = program.read_bytes()
-    for path in [REPOSITORY, libtorch, libtorch.resolve(), cargo]:
-        check(str(path).encode() not in contents, f"{program.name} names {path}")
-    dynamic = run("readelf", "-d", program).stdout
+    contents = file.read_bytes()
+    for path in [REPOSITORY, cargo, *others]:
+        check(str(path).encode() not in contents, f"{file.name} names {path}")
+    passed(f"{file.name} names no folder of the machine that built it")
+
+
+def check_file(wheel, libtorch, packages):
+    """What the wheel says of itself, and what its program says of the machine that built it."""
+    [found] = importlib.metadata.distributions(name="ddp-mp", path=[str(packages)])
+    keeps = 'safetensors[numpy]; extra == "keep"'
+    check([it.replace("'", '"') for it in found.requires] == ["torch==2.13.*", keeps], f"it depends on {found.requires}")
+    passed(f"{wheel.stat().st_size / 1e6:.1f} MB")
+    for name in ["ddp-mp", "libddp_mp_native.so"]:
+        file = packages / "ddp_mp" / name
+        check_glibc(wheel, file)
+        check_paths(file, libtorch, libtorch.resolve())
+    dynamic = run("readelf", "-d", packages / "ddp_mp/ddp-mp").stdout
     [places] = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", dynamic)
     relative = [place.startswith("$ORIGIN") for place in places.split(":")]
-    check(all(relative), f"{program.name} looks for libraries in {places}")
-    passed("it names no folder of the machine that built it")
+    check(all(relative), f"ddp-mp looks for libraries in {places}")
+
+
+# A user's loop, once for each argument: FILE,WEIGHT_DECAY[,KEPT]. torchrun starts several ranks of it.
+LOOP = """
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp_mp
+
+rank, ranks = (int(os.environ.get(name, default)) for name, default in [("RANK", 0), ("WORLD_SIZE", 1)])
+if ranks > 1:
+    dist.init_process_group("gloo")
+for argument in sys.argv[1:]:
+    file, decay, *kept = argument.split(",")
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("first", nn.Linear(4, 8))
+    model.add_module("norm", nn.BatchNorm1d(8))
+    model.add_module("last", nn.Linear(8, 1))
+    if ranks > 1:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=float(decay))
+    recorder = ddp_mp.record(model, optimizer, file, keep=kept[0] if kept else None)
+    for step in range(4):
+        inputs = torch.rand(6, 4).chunk(ranks)[rank]
+        targets = inputs.sum(1, keepdim=True)
+        recorder.batch(inputs, targets)
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        recorder.loss(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    recorder.close()
+if ranks > 1:
+    dist.destroy_process_group()
+"""
+
+
+def check_records(commands, folder):
+    """Loops that are recorded and compared: equal, with another weight decay, on two ranks, and what is no record."""
+    folder.mkdir()
+    (folder / "loop.py").write_text(LOOP)
+    python, diff = commands / "python", commands / "ddp-mp-diff"
+    run(python, "loop.py", "first,0.01", folder=folder)
+    run(python, "loop.py", "again,0.01", "changed,0.5", folder=folder)
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run(*torchrun, "loop.py", "first.two,0.01", "again.two,0.01", "changed.two,0.5", folder=folder)
+    for end, ranks in [("", "rank 0"), (".two", "all ranks")]:
+        found = run(diff, f"first{end}", f"again{end}", folder=folder).stdout
+        check("Equal: the start and 4 steps" in found, found)
+        found = run(diff, f"first{end}", f"changed{end}", code=1, folder=folder).stdout
+        check("option weight_decay: A has 0.01, B has 0.5" in found and "averages    the same" in found, found)
+        check(f"of 6 on {ranks}: `first.weight`, `first.bias`" in found, found)
+    error = run(diff, "first", "loop.py", code=2, folder=folder).stderr
+    check(re.fullmatch(r"ddp-mp-diff: error: loop\.py: .*\n", error), error)
+    passed("records of equal loops are equal; another weight decay is found; what is no record is refused")
 
 
 def check_signal(program, file):
@@ -201,6 +273,7 @@ def main():
                 check(found == expected, f"{what}: parameters {found}, in the clone {expected}")
                 passed(f"{what}: parameters {found}, as in the clone")
             run(command, "--no-such-flag", code=2)
+            check_records(commands, folder / "records")
             check_signal(command, file)
             check_gpus(command, stand_ins, folder / "gpus", expected)
 

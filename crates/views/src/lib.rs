@@ -4,7 +4,6 @@
 //! [`Printer`] observes a run, too, and prints for all: stdout carries results, text for people or one JSON object per line,
 //! and stderr the rest. The live view draws on the terminal, and lends it back to the printer.
 
-mod columns;
 mod curve;
 mod explain;
 mod json_lines;
@@ -39,9 +38,7 @@ pub use trace::Trace;
 
 // For the commands of the program.
 #[doc(hidden)]
-pub use columns::in_columns;
-#[doc(hidden)]
-pub use explain::{indices, paragraph, table};
+pub use compare::{in_columns, paragraph};
 #[doc(hidden)]
 pub use language::filled;
 #[doc(hidden)]

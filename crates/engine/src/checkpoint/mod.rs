@@ -59,6 +59,6 @@ pub use folder::CheckpointDir;
 pub use layout::{TRAINER, check_all_in, is_used};
 pub use read::Checkpoint;
 pub use state::TrainerState;
-pub use tensors::TensorFile;
 pub(crate) use tensors::write_tensors;
+pub use tensors::{TensorFile, model_file};
 pub use writer::{Snapshot, Writer};

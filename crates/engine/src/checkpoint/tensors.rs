@@ -71,6 +71,20 @@ pub(crate) fn write_tensors(path: &Path, tensors: BTreeMap<String, Tensor>) -> R
     write().map_err(|error| unwritable(path.shown().into_owned(), &error))
 }
 
+/// Returns the file of the model that `path` names: the path itself, or the file within a checkpoint's folder, a run's folder
+/// (the newest checkpoint), or the checkpoint of a file `latest` or `best`.
+///
+/// # Errors
+/// [`Error::Input`] if a folder cannot be read.
+pub fn model_file(path: &Path) -> Result<PathBuf> {
+    let folder = match pointed(path) {
+        Ok(Some(folder)) => folder,
+        _ if path.is_dir() => CheckpointDir::newest_in(path)?.unwrap_or(path.into()),
+        _ => return Ok(path.into()),
+    };
+    Ok(folder.join(MODEL))
+}
+
 /// A valid safetensors file in memory, saved by this crate or by PyTorch.
 #[derive(Debug)]
 pub struct TensorFile {
@@ -85,12 +99,7 @@ impl TensorFile {
     /// # Errors
     /// [`Error::Input`] if the file cannot be read or is not a safetensors file.
     pub fn read(path: &Path) -> Result<Self> {
-        let folder = match pointed(path) {
-            Ok(Some(folder)) => folder,
-            _ if path.is_dir() => CheckpointDir::newest_in(path)?.unwrap_or(path.into()),
-            _ => return Self::open(path.into(), None),
-        };
-        Self::open(folder.join(MODEL), None)
+        Self::open(model_file(path)?, None)
     }
 
     /// Reads the file at `path`, which must be as `known` says.

@@ -2,15 +2,13 @@
 
 mod suspects;
 
-use std::borrow::Cow;
 use std::fmt;
-use std::path::Path;
 use std::time::Duration;
 
 use crate::operation::{OpId, Operation};
-pub(crate) use suspects::runs;
+pub(crate) use compare::runs;
+pub use compare::{Shown, counted, escaped, escaped_line, list_ranks};
 pub use suspects::{Compared, Suspects};
-pub use suspects::{counted, list_ranks};
 
 /// Implements `Debug` for a type of which a message needs the name only.
 macro_rules! opaque_debug {
@@ -408,42 +406,6 @@ fn where_to_look(at: OpId) -> &'static str {
     }
 }
 
-/// Returns `text` with control characters and characters that change the text direction escaped, as in `\u001b`. Text
-/// from outside the process must not control the terminal. Line breaks and tabs stay. JSON keeps its meaning.
-pub fn escaped(text: &str) -> Cow<'_, str> {
-    escape_all_but(text, &['\n', '\t'])
-}
-
-/// Escapes like [`escaped`], and also line breaks and tabs, so that the text stays on one line.
-pub fn escaped_line(text: &str) -> Cow<'_, str> {
-    escape_all_but(text, &[])
-}
-
-/// A path, or what names paths, in a message.
-pub trait Shown {
-    /// Returns it as text on one line: the name of a file may have line breaks and other control characters.
-    fn shown(&self) -> Cow<'_, str>;
-}
-
-impl Shown for Path {
-    fn shown(&self) -> Cow<'_, str> {
-        Cow::Owned(escaped_line(&self.to_string_lossy()).into_owned())
-    }
-}
-
-fn escape_all_but<'a>(text: &'a str, kept: &[char]) -> Cow<'a, str> {
-    let directs = |c: char| matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    let harms = |c: char| (c.is_control() || directs(c)) && !kept.contains(&c);
-    if !text.contains(harms) {
-        return Cow::Borrowed(text);
-    }
-    let mut escaped = String::with_capacity(text.len() + 16);
-    for c in text.chars() {
-        if harms(c) { escaped.push_str(&format!("\\u{:04x}", c as u32)) } else { escaped.push(c) }
-    }
-    Cow::Owned(escaped)
-}
-
 /// Returns the first line of an error message. libtorch appends a C++ stack trace to its messages.
 pub(crate) fn first_line(message: &str) -> String {
     let line = message.lines().find(|line| !line.trim().is_empty()).unwrap_or("no reason given");
@@ -474,14 +436,5 @@ mod tests {
             assert!(named.to_string().starts_with("--it: x"), "{named}");
             assert!(matches!(named, Error::Input { kind, .. } if kind == expected), "{named:?}");
         }
-    }
-
-    #[test]
-    fn escape_makes_only_control_characters_visible() {
-        let plain = "rank 1 (CPU:1) \u{4e2d}\u{6587}\tä\n  \"next\" line";
-        assert!(matches!(escaped(plain), Cow::Borrowed(text) if text == plain));
-        assert_eq!(escaped("\u{1b}[2Jx\r\u{7f}\u{9b}31m"), "\\u001b[2Jx\\u000d\\u007f\\u009b31m");
-        assert_eq!(escaped("a\u{202e}b\u{2066}c"), "a\\u202eb\\u2066c");
-        assert_eq!(escaped_line("a\nddp-mp: b\t"), "a\\u000addp-mp: b\\u0009");
     }
 }

@@ -1,6 +1,6 @@
 //! Decides which ranks are wrong when ranks differ: the minority, if there is a majority.
 
-use std::fmt::Display;
+use compare::list_ranks;
 
 use crate::operation::Operation;
 
@@ -93,43 +93,6 @@ impl Suspects {
     }
 }
 
-/// Formats a count with what is counted: `1 rank`, `2 ranks`, `0 processes`.
-pub fn counted(count: impl Display, what: &str) -> String {
-    let count = count.to_string();
-    let ending = match &count[..] {
-        "1" => "",
-        _ if what.ends_with('s') => "es",
-        _ => "s",
-    };
-    format!("{count} {what}{ending}")
-}
-
-/// Formats ascending ranks: `rank 3`, `ranks 0 and 1`, `ranks 0-2, 5`.
-pub fn list_ranks(ranks: &[usize]) -> String {
-    match ranks {
-        [rank] => format!("rank {rank}"),
-        [first, second] => format!("ranks {first} and {second}"),
-        _ => format!("ranks {}", runs(ranks)),
-    }
-}
-
-/// Formats ascending numbers as ranges: `0-2, 5, 7, 8`.
-pub(crate) fn runs(numbers: &[usize]) -> String {
-    let mut runs: Vec<(usize, usize)> = Vec::new();
-    for &number in numbers {
-        match runs.last_mut() {
-            Some((_, last)) if *last + 1 == number => *last = number,
-            _ => runs.push((number, number)),
-        }
-    }
-    let text = |(first, last): (usize, usize)| match last - first {
-        0 => first.to_string(),
-        1 => format!("{first}, {last}"),
-        _ => format!("{first}-{last}"),
-    };
-    runs.into_iter().map(text).collect::<Vec<_>>().join(", ")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -149,15 +112,6 @@ mod tests {
         assert_eq!(suspects(&['a', 'b', 'c']), (vec![0, 1, 2], false));
         // The largest group is not a majority.
         assert_eq!(suspects(&['a', 'a', 'b', 'c']), (vec![0, 1, 2, 3], false));
-    }
-
-    #[test]
-    fn rank_list_joins_consecutive_ranks() {
-        let listed = [&[3][..], &[0, 1], &[2, 5], &[0, 1, 2, 5], &[0, 1, 3]].map(list_ranks);
-        assert_eq!(
-            listed,
-            ["rank 3", "ranks 0 and 1", "ranks 2 and 5", "ranks 0-2, 5", "ranks 0, 1, 3"]
-        );
     }
 
     #[test]

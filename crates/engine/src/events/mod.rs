@@ -4,7 +4,6 @@
 //! know who looks. Whoever wants events is an [`Observer`], and is given to [`Spawn::observe`](crate::Spawn::observe).
 
 mod activity;
-mod fingerprint;
 mod observer;
 mod operations;
 mod probe;
@@ -22,8 +21,10 @@ pub use crate::records::{TrainMetrics, ValidationMetrics};
 pub use crate::runtime::{OpEntry, OpTotals, SourceLine};
 pub use activity::RanksActivity;
 pub use activity::{RankSnapshot, RunSnapshot, Source};
-pub use fingerprint::{FINGERPRINT_FORMAT, FingerprintedRun};
-pub use fingerprint::{Fingerprint, StepFingerprint, StepOfRank, TensorHash, TensorShape};
+pub use compare::{
+    FINGERPRINT_FORMAT, Fingerprint, FingerprintedRun, ModuleTensor, StepFingerprint, StepOfRank,
+    TensorFingerprint, TensorHash, TensorNumbers, TensorShape,
+};
 pub use observer::{Observer, Observers, Wants};
 pub(crate) use operations::Clock;
 pub use operations::FlightRecorderDump;
@@ -73,7 +74,7 @@ pub enum Event {
     },
     /// The numbers of a weight on all ranks, in one of the first steps: [`Trainer::probe`](crate::trainer::Trainer::probe).
     Probe(Probe),
-    /// Hashes of a rank's tensors: [`Trainer::fingerprint`](crate::trainer::Trainer::fingerprint).
+    /// Fingerprints of a rank's tensors: [`Trainer::fingerprint`](crate::trainer::Trainer::fingerprint).
     Fingerprint {
         /// The hashes.
         fingerprint: Fingerprint,

@@ -21,6 +21,7 @@ type Apply =
     unsafe extern "C" fn(*mut c_void, *mut C_tensor, bool, *mut c_char, usize) -> *mut C_tensor;
 
 unsafe extern "C" {
+    fn ddp_retain_grad(tensor: *mut C_tensor) -> *mut c_char;
     fn ddp_backward(loss: *mut C_tensor, retain_graph: bool) -> *mut c_char;
     fn ddp_linear(
         input: *mut C_tensor,
@@ -55,6 +56,12 @@ enum Caught {
 /// [`Error::Torch`], and those of the functions of this crate that `loss` was computed with.
 pub fn backward(loss: &Tensor) -> Result<()> {
     run_backward(loss, false)
+}
+
+/// Makes backward keep the gradient of `tensor`, which is no parameter. Follows `Tensor.retain_grad`.
+pub(crate) fn retain_grad(tensor: &Tensor) -> Result<()> {
+    // SAFETY: a live tensor.
+    check("retain_grad", unsafe { ddp_retain_grad(raw(tensor)) })
 }
 
 /// Computes gradients like [`backward`]. With `retain_graph`, the graph is kept for another backward.

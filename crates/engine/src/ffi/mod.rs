@@ -26,7 +26,7 @@ pub use library::{check_version, library_folder, version};
 pub(crate) use library::{choose_kernels, library_file};
 pub use shared::SharedTensor;
 
-pub(crate) use autograd::{linear, run_backward};
+pub(crate) use autograd::{linear, retain_grad, run_backward};
 pub(crate) use facts::{Shape, TensorFacts, shape, with_bytes};
 pub(crate) use fused::{
     AdamWStep, SgdStep, TensorList, amp_unscale, bump_versions, fused_adamw, fused_sgd, scale_all,

@@ -161,6 +161,11 @@ char* ddp_set_grad(at::Tensor* parameter, at::Tensor* grad) {
   return guarded([&] { parameter->mutable_grad() = *grad; });
 }
 
+// Runs Tensor.retain_grad(). tch does not offer it.
+char* ddp_retain_grad(at::Tensor* tensor) {
+  return guarded([&] { tensor->retain_grad(); });
+}
+
 // Runs Tensor.backward(retain_graph=...). tch does not offer the option.
 char* ddp_backward(at::Tensor* loss, bool retain_graph) {
   return guarded([&] { loss->backward({}, retain_graph); });

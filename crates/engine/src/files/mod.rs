@@ -2,18 +2,17 @@
 
 mod append;
 mod home;
-mod mistaken;
 mod place;
 mod read;
 mod whole;
 
 pub use append::{Appender, LinesBefore, lines_before};
+pub(crate) use compare::{GZIP, HTML, RECOGNIZED_BY, SAFETENSORS, kind_of, name_of_kind};
+pub use compare::{mistaken, open_regular};
 pub use home::expand_home;
-pub(crate) use mistaken::{GZIP, HTML, SAFETENSORS, kind_of};
-pub use mistaken::{RECOGNIZED_BY, mistaken};
 pub use place::Place;
-pub(crate) use read::{name_of_kind, read_regular, refuse_special};
-pub use read::{open_regular, read_stream};
+pub use read::read_stream;
+pub(crate) use read::{read_regular, refuse_special};
 pub use whole::{WholeFile, check_file_name};
 
 use std::io;
@@ -35,8 +34,7 @@ pub fn process_path(path: &Path, [process, count]: [usize; 2]) -> PathBuf {
     if count == 1 || path.file_name().is_none() || is_shared() {
         return path.into();
     }
-    let extension = path.extension().map(|extension| format!(".{}", extension.to_string_lossy()));
-    path.with_extension(format!("{process}{}", extension.unwrap_or_default()))
+    compare::numbered_path(path, process)
 }
 
 /// Waits until `file` is ready for `events`. Returns `false` after `patience`.

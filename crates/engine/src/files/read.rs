@@ -1,27 +1,18 @@
 //! Reads paths that may be anything, such as a pipe without a writer, or an endless device.
 
-use std::fs::{File, FileType, OpenOptions};
+use std::fs::FileType;
 use std::io::{self, Error, Read};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::time::Duration;
 
+use compare::{not_regular, open_regular, open_without_waiting};
 use rustix::event::PollFlags;
 
 use super::wait_for;
 
 /// The timeout for each part of a configuration that is read through a pipe.
 const MAX_READ_WAIT: Duration = Duration::from_secs(10);
-
-/// Opens a regular file. The check is on the opened file, so the path cannot be replaced in between.
-///
-/// # Errors
-/// If the file cannot be opened, or is not a regular file. Never waits for the other end of a pipe.
-pub fn open_regular(path: &Path) -> io::Result<File> {
-    let file = open(path)?;
-    let kind = file.metadata()?.file_type();
-    if kind.is_file() { Ok(file) } else { Err(not_regular(kind)) }
-}
 
 /// Returns the contents of a regular file of at most `limit` bytes.
 ///
@@ -38,7 +29,7 @@ pub(crate) fn read_regular(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
 /// # Errors
 /// The errors of `read_regular`; also if a pipe sends no data for `MAX_READ_WAIT`.
 pub fn read_stream(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
-    let mut file = open(path)?;
+    let mut file = open_without_waiting(path)?;
     refuse_special(file.metadata()?.file_type())?;
     let (mut bytes, mut part) = (Vec::new(), [0; 1 << 12]);
     loop {
@@ -72,36 +63,13 @@ pub(crate) fn refuse_special(kind: FileType) -> io::Result<()> {
     if streams { Ok(()) } else { Err(not_regular(kind)) }
 }
 
-/// Opens a file without waiting, and without making it the controlling terminal.
-fn open(path: &Path) -> io::Result<File> {
-    OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)
-}
-
-fn not_regular(kind: FileType) -> Error {
-    if kind.is_dir() {
-        return Error::from_raw_os_error(libc::EISDIR);
-    }
-    Error::other(format!("this is {}; use a regular file", name_of_kind(kind)))
-}
-
-/// Returns what is at a path.
-pub(crate) fn name_of_kind(kind: FileType) -> &'static str {
-    match kind {
-        _ if kind.is_file() => "a file",
-        _ if kind.is_dir() => "a folder",
-        _ if kind.is_fifo() => "a pipe",
-        _ if kind.is_socket() => "a socket",
-        _ => "a device",
-    }
-}
-
 fn too_long(limit: u64) -> Error {
     Error::other(format!("this is longer than {limit} bytes, the most that can be read here"))
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::fs::{self, File};
     use std::io::Write;
     use std::thread;
 

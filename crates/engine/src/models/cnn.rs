@@ -6,6 +6,7 @@ use send_wrapper::SendWrapper;
 use tch::nn::{ModuleT, Path};
 use tch::{TchError, Tensor};
 
+use super::layer_output;
 use super::layers::Parameters;
 use super::{Activation, Architecture, BatchNorm, Layers, Model, ModelConfig, or_throw};
 use crate::process_group::ProcessGroup;
@@ -93,14 +94,30 @@ fn check(in_features: i64, channels: &[i64]) -> Result<(), (&'static str, String
 impl ModuleT for Cnn {
     fn forward_t(&self, inputs: &Tensor, train: bool) -> Tensor {
         let mut current = inputs.view([-1, 1, self.side, self.side]);
+        // The names that the modules of PyTorch's `nn.Sequential` have.
+        let mut module = 0;
+        let mut done = |output: &Tensor| {
+            layer_output(module, output);
+            module += 1;
+        };
+        done(&current);
         for (conv, norm) in &self.stages {
             let convolved = current.conv2d(&conv.weight, conv.bias.as_ref(), 1, 1, 1, 1);
+            done(&convolved);
             let normal = or_throw(match &self.group {
                 None => norm.f_forward_t(&convolved, train),
                 Some(group) => norm.f_forward_over(group, &convolved, train),
             });
-            current = self.activation.forward(&normal).max_pool2d(2, 2, 0, 1, false);
+            done(&normal);
+            let active = self.activation.forward(&normal);
+            done(&active);
+            current = active.max_pool2d(2, 2, 0, 1, false);
+            done(&current);
         }
-        current.flatten(1, -1).linear(&self.head.weight, self.head.bias.as_ref())
+        let flat = current.flatten(1, -1);
+        done(&flat);
+        let output = flat.linear(&self.head.weight, self.head.bias.as_ref());
+        done(&output);
+        output
     }
 }

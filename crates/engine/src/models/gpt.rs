@@ -4,7 +4,7 @@ use tch::nn::{Init, ModuleT, Path};
 use tch::{Kind, TchError, Tensor};
 
 use super::layers::{Parameters, default_bounds};
-use super::{Architecture, Dropout, Layers, Model, ModelConfig, or_throw};
+use super::{Architecture, Dropout, Layers, Model, ModelConfig, layer_output, or_throw};
 use crate::ffi::TorchResult;
 
 /// A decoder-only transformer over tokens.
@@ -124,10 +124,16 @@ impl Gpt {
             |table: &Tensor, rows: &Tensor| Tensor::f_embedding(table, rows, -1, false, false);
         let sum = embed(&self.wte, tokens)?.f_add(&embed(&self.wpe, &positions)?)?;
         let mut x = dropped(sum, dropout);
-        for block in &self.blocks {
-            x = block.forward(&x, dropout)?;
+        layer_output("transformer.drop", &x);
+        for (index, block) in self.blocks.iter().enumerate() {
+            x = block.forward(&x, dropout, index)?;
+            layer_output(format_args!("transformer.h.{index}"), &x);
         }
-        self.ln_f.norm(&x)?.f_linear(&self.wte, None::<&Tensor>)
+        let x = self.ln_f.norm(&x)?;
+        layer_output("transformer.ln_f", &x);
+        let logits = x.f_linear(&self.wte, None::<&Tensor>)?;
+        layer_output("lm_head", &logits);
+        Ok(logits)
     }
 }
 
@@ -149,10 +155,26 @@ impl Block {
     }
 
     /// `x` has the shape batch x positions x width, and so has the result.
-    fn forward(&self, x: &Tensor, dropout: Option<&Dropout>) -> Result<Tensor, TchError> {
-        let x = x.f_add(&self.attend(&self.ln_1.norm(x)?, dropout)?)?;
-        let hidden = self.c_fc.linear(&self.ln_2.norm(&x)?)?.f_gelu("none")?;
-        x.f_add(&dropped(self.mlp_proj.linear(&hidden)?, dropout))
+    fn forward(
+        &self,
+        x: &Tensor,
+        dropout: Option<&Dropout>,
+        index: usize,
+    ) -> Result<Tensor, TchError> {
+        let done = |module: &str, output: &Tensor| {
+            layer_output(format_args!("transformer.h.{index}.{module}"), output);
+        };
+        let normal = self.ln_1.norm(x)?;
+        done("ln_1", &normal);
+        let attended = self.attend(&normal, dropout)?;
+        done("attn", &attended);
+        let x = x.f_add(&attended)?;
+        let normal = self.ln_2.norm(&x)?;
+        done("ln_2", &normal);
+        let hidden = self.c_fc.linear(&normal)?.f_gelu("none")?;
+        let mixed = dropped(self.mlp_proj.linear(&hidden)?, dropout);
+        done("mlp", &mixed);
+        x.f_add(&mixed)
     }
 
     /// Returns causal self-attention: a position sees itself and those before it.

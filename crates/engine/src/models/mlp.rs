@@ -3,6 +3,7 @@
 use tch::nn::{ModuleT, Path};
 use tch::{TchError, Tensor};
 
+use super::layer_output;
 use super::layers::Parameters;
 use super::{Activation, Architecture, Dropout, Layers, Model, ModelConfig, ModelKind};
 
@@ -66,12 +67,28 @@ impl ModuleT for Mlp {
         let (last, hidden) = self.layers.split_last().expect("a model has at least one layer");
         let linear = |layer: &Parameters, x: &Tensor| x.linear(&layer.weight, layer.bias.as_ref());
         let mut current = inputs.shallow_clone();
+        // The names that the modules of PyTorch's `nn.Sequential` have.
+        let mut module = 0;
+        let mut done = |output: &Tensor| {
+            layer_output(module, output);
+            module += 1;
+        };
         for layer in hidden {
-            current = self.activation.forward(&linear(layer, &current));
+            current = linear(layer, &current);
+            done(&current);
+            current = self.activation.forward(&current);
+            done(&current);
             if let Some(dropout) = &self.dropout {
                 current = dropout.forward_t(&current, train);
+                done(&current);
             }
         }
-        linear(last, &current)
+        let output = linear(last, &current);
+        if hidden.is_empty() {
+            layer_output("", &output); // it is the whole model
+        } else {
+            done(&output);
+        }
+        output
     }
 }

@@ -4,6 +4,7 @@ mod batch_norm;
 mod cnn;
 mod generate;
 mod gpt;
+mod layer_outputs;
 mod layers;
 mod mlp;
 mod named_tensors;
@@ -23,9 +24,11 @@ use tch::{Device, TchError, Tensor};
 
 pub use batch_norm::BatchNorm;
 pub use generate::{Generate, GenerateOptions};
+pub use layer_outputs::layer_output;
+pub(crate) use layer_outputs::{stop_watching_outputs, watch_outputs};
 pub use layers::{Activation, Dropout};
 pub use named_tensors::bytes_of;
-pub(crate) use named_tensors::{NamedTensor, by_name, hash, tensor_hash};
+pub(crate) use named_tensors::{NamedTensor, by_name, hash, tensor_fingerprint, tensor_hash};
 pub use named_tensors::{parameters_hash, state_dict};
 pub use sync_batch_norm::SyncBatchNorm;
 

@@ -1,5 +1,6 @@
 //! A model's tensors by name, and hashes of their values.
 
+use compare::{TensorFingerprint, fingerprint, part_of_step};
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
 use xxhash_rust::xxh3::Xxh3Default;
@@ -106,6 +107,20 @@ pub(crate) fn tensor_hash(tensor: &Tensor) -> Result<u64> {
     let mut hasher = Xxh3Default::new();
     read_bytes(tensor, |bytes| hasher.update(bytes))?;
     Ok(hasher.digest())
+}
+
+/// Returns the fingerprint of `tensor`: with a step, of the part that is due in it.
+pub(crate) fn tensor_fingerprint(tensor: &Tensor, step: Option<u64>) -> Result<TensorFingerprint> {
+    let dtype = dtype_name(tensor.kind());
+    let whole = |tensor: &Tensor| -> Result<TensorFingerprint> {
+        let made = read_bytes(tensor, |bytes| Some(fingerprint(bytes, dtype)))?;
+        Ok(made.unwrap_or_else(|| fingerprint(&[], dtype)))
+    };
+    let part = step.and_then(|step| part_of_step(tensor.numel(), step));
+    let Some((index, first, len)) = part else { return whole(tensor) };
+    let flat = tensor.f_detach().and_then(|tensor| tensor.f_reshape([-1]));
+    let part = flat.and_then(|flat| flat.f_narrow(0, first as i64, len as i64));
+    Ok(TensorFingerprint { part: Some(index), ..whole(&part.doing("reading a part")?)? })
 }
 
 /// Returns the bytes of `tensor`, of any dtype and on any device.

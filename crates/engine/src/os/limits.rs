@@ -7,6 +7,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::thread;
 
+use compare::remedy_of_path;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -54,13 +55,6 @@ const DISKS: [(&str, &str); 4] = [
     ("Read-only file system", "use a folder that can be written to"),
 ];
 
-/// The errors of a path, each with the remedy. They apply only at the end of an error, which names the path before it.
-const PATHS: [(&str, &str); 3] = [
-    ("No such file or directory (os error 2)", "check the path"),
-    ("Permission denied (os error 13)", "check who may use this path (ls -l)"),
-    ("Is a directory (os error 21)", "name a file"),
-];
-
 /// Returns `error`, with the limit and the remedy added if the user can fix it and it does not contain the remedy yet.
 #[doc(hidden)]
 pub fn explain(error: impl Display) -> String {
@@ -69,10 +63,10 @@ pub fn explain(error: impl Display) -> String {
     // Libraries do not report why they cannot open a file.
     let found = found.or_else(|| (error.contains("to open ") && !can_open(1)).then_some(&FILES));
     let of_disk = DISKS.iter().find(|(words, _)| error.contains(words));
-    let of_path = || PATHS.iter().find(|(words, _)| error.ends_with(words));
-    match (found, of_disk.or_else(of_path)) {
+    let remedy = of_disk.map(|(_, remedy)| *remedy).or_else(|| remedy_of_path(&error));
+    match (found, remedy) {
         (Some(limit), _) => limit.explain(error),
-        (None, Some((_, remedy))) if !error.contains(remedy) => format!("{error}; {remedy}"),
+        (None, Some(remedy)) if !error.contains(remedy) => format!("{error}; {remedy}"),
         _ => error,
     }
 }

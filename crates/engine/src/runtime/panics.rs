@@ -71,6 +71,7 @@ fn is_foreign_function(function: &str) -> bool {
         "alloc::",
         "tch::",
         "ddp_mp::",
+        "ddp_mp_compare::",
         "ddp_mp_engine::",
         "ddp_mp_views::",
         "__rustc",

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use serde_json::{Map, Value};
 
 use super::callbacks::{
-    Callbacks, Checkpoints, Events, FaultInjection, Fingerprints, KeepTensors, KeptTensors,
-    NonFiniteGuard, Order, ReplicaCheck, SaveAfterFailure, SaveEvery, Validation, WeightProbe,
+    Callbacks, Checkpoints, Events, FaultInjection, FingerprintOptions, Fingerprints, KeepTensors,
+    KeptTensors, NonFiniteGuard, Order, ReplicaCheck, SaveAfterFailure, SaveEvery, Validation,
+    WeightProbe,
 };
 use super::last_step::LastStep;
 use super::loss::LossSum;
@@ -231,13 +232,13 @@ impl<M: Forward> Trainer<M> {
         self.with(Order::Events, Events::new(every.max(1)))
     }
 
-    /// Tells the observers hashes of each rank's gradients, parameters and buffers in every step whose number is divisible by
-    /// `every` (at least 1). `program` and `options`, which are what may change the result, are told with them.
+    /// Tells the observers the fingerprints of each rank's batches, gradients, averages, parameters and buffers, as `options`
+    /// say.
     #[must_use]
     #[inline(never)] // for `built_in_models`
-    pub fn fingerprint(self, every: u64, program: String, options: Map<String, Value>) -> Self {
-        let (every, run) = (every.max(1), self.context.ddp.group().run().clone());
-        self.with(Order::Fingerprints, Fingerprints::new(every, program, options, run))
+    pub fn fingerprint(self, options: FingerprintOptions) -> Self {
+        let run = self.context.ddp.group().run().clone();
+        self.with(Order::Fingerprints, Fingerprints::new(options, run))
     }
 
     /// Writes all tensors of one step of one rank to a safetensors file: `batch`, `before` (the parameters before the

@@ -4,9 +4,7 @@
 //! that the first build is short, and a step of one layer would take 7 % longer. So this crate compiles the functions that
 //! lead to what a step runs. They are `#[inline(never)]`: rustc lets other crates call such functions where they are compiled.
 
-use serde_json::{Map, Value};
-
-use super::{Criterion, Summary, Trainer, TrainerOptions};
+use super::{Criterion, FingerprintOptions, Summary, Trainer, TrainerOptions};
 use crate::data::DataLoader;
 use crate::ddp::DistributedDataParallel;
 use crate::error::Result;
@@ -28,6 +26,6 @@ static VALIDATION: fn(BuiltIn, DataLoader, u64) -> BuiltIn = BuiltIn::validation
 #[used]
 static OBSERVE: fn(BuiltIn, Observers, u64) -> BuiltIn = BuiltIn::observe;
 #[used]
-static FINGERPRINT: fn(BuiltIn, u64, String, Map<String, Value>) -> BuiltIn = BuiltIn::fingerprint;
+static FINGERPRINT: fn(BuiltIn, FingerprintOptions) -> BuiltIn = BuiltIn::fingerprint;
 #[used]
 static TRAIN: fn(&mut BuiltIn, u64) -> anyhow::Result<Summary> = BuiltIn::train;

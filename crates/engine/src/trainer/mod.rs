@@ -37,7 +37,7 @@ pub use crate::events::Epoch;
 pub use amp::Amp;
 pub use callback::Callback;
 pub use callbacks::compare_replicas;
-pub use callbacks::{KeepTensors, SaveEvery};
+pub use callbacks::{FingerprintOptions, KeepTensors, SaveEvery};
 pub use context::TrainContext;
 pub use criterion::{Criterion, LossParts};
 pub use loss::Loss;

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::{Language, Printer, View};
+use compare::{paragraph, table};
 use engine::events::{Event, Observer, Probe, ProbedStep, RankStep};
 use engine::optim::OptimizerLayout;
-pub use layout::{indices, paragraph, table};
 use layout::{number, numbers, samples, shown};
 use texts::{Section, Texts};
 

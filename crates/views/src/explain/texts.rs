@@ -3,9 +3,10 @@
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
-use super::layout::{indices, number};
+use super::layout::number;
 use super::{Explainer, RunInfo};
 use crate::language::filled;
+use compare::indices;
 use engine::events::ProbedStep;
 use engine::optim::OptimizerLayout;
 

@@ -64,7 +64,7 @@ impl Rank {
             tensors.iter().for_each(|tensor| tensor[rank].set(sum));
         });
         for (place, element) in self.memory.iter().enumerate() {
-            let sum = (0..tensors.len()).map(|rank| input(rank, sequence, place)).sum();
+            let sum: u64 = (0..tensors.len()).map(|rank| input(rank, sequence, place)).sum();
             assert_eq!(element.get(), sum);
         }
         Ok(())
@@ -83,7 +83,7 @@ impl Rank {
             .unwrap();
         let announced = self.slot.published().map(|place| place.get().unwrap().1[0].get());
         self.memory[0].set(announced.sum());
-        let sum = (0..self.memory.len()).map(|rank| input(rank, sequence, 0)).sum();
+        let sum: u64 = (0..self.memory.len()).map(|rank| input(rank, sequence, 0)).sum();
         assert_eq!(self.memory[0].get(), sum);
         assert_eq!(self.slot.announced().get().unwrap().0, sequence);
     }

@@ -19,6 +19,7 @@ use crate::error::opaque_debug;
 pub(super) use checkpoints::Checkpoints;
 pub(super) use events::Events;
 pub(super) use fault_injection::FaultInjection;
+pub use fingerprints::FingerprintOptions;
 pub(super) use fingerprints::Fingerprints;
 pub use kept_tensors::KeepTensors;
 pub(super) use kept_tensors::KeptTensors;

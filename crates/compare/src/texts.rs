@@ -2,24 +2,25 @@
 
 use serde_json::Value;
 
-use super::compare::{Comparison, Difference, Parting, Stage, is_close};
-use super::read::Record;
-use engine::error::{counted, list_ranks};
-use views::paragraph;
+use crate::comparison::{Comparison, Difference, Parting, Stage, is_close};
+use crate::diff::RTOL;
+use crate::layout::paragraph;
+use crate::read::Record;
+use crate::text::{counted, list_ranks};
 
 /// The most tensors of a rank that a line names.
 const MAX_NAMES: usize = 3;
 
 impl Comparison<'_> {
-    /// Returns the lines of a comparison of two records.
-    pub(super) fn lines(&self) -> Vec<String> {
+    /// Returns the lines of a comparison of two records; with `rtol`, as far as rounding does not explain them.
+    pub(crate) fn lines(&self, rtol: Option<f64>) -> Vec<String> {
         let [a, b] = self.records;
         let mut lines = vec![about("A", a), about("B", b)];
         lines.extend(options(a, b));
         if self.by_order {
             lines.extend(paragraph(&format!(
                 "The names of the parameters differ, so they are compared by their places: `{}` of A with `{}` of B, and so \
-                 on.",
+                 on. If that is wrong, say how the names differ with --rename.",
                 a.header.parameters[0].name, b.header.parameters[0].name
             )));
         }
@@ -34,7 +35,7 @@ impl Comparison<'_> {
         }
         lines.extend(self.equal_part());
         if let Some(parting) = &self.parting {
-            lines.extend(self.parting_lines(parting));
+            lines.extend(self.difference(parting, rtol));
             return lines;
         }
         let failed = self.records.map(|record| record.failure().map(|at| at.step));
@@ -85,34 +86,136 @@ impl Comparison<'_> {
         (!parts.is_empty()).then(|| format!("Equal: {}.", parts.join(" and ")))
     }
 
-    /// Returns the lines about the place where the records part.
-    fn parting_lines(&self, parting: &Parting) -> Vec<String> {
-        let step = parting.step;
-        let mut lines = vec![if parting.is_start {
-            format!("The runs differ before step {step}:")
-        } else {
-            format!("Step {step} is the first that differs:")
-        }];
+    /// Returns the lines about the place where the bits part, and about the first tensor that is far.
+    fn difference(&self, parting: &Parting, rtol: Option<f64>) -> Vec<String> {
+        let is_at_parting = |far: &Parting| {
+            let stage = |it: &Parting| it.first().map(|(stage, _)| stage);
+            far.step == parting.step
+                && far.is_start == parting.is_start
+                && stage(far) == stage(parting)
+        };
+        let far = self.far.as_ref().zip(self.verdict.far.as_ref());
+        let is_first = far.is_some_and(|(place, far)| far.before == 0.0 && is_at_parting(place));
+        let mut lines = Vec::new();
+        if rtol.is_none() || is_first {
+            lines.push(if parting.is_start {
+                format!("The runs differ before step {}:", parting.step)
+            } else {
+                format!("Step {} is the first that differs:", parting.step)
+            });
+            lines.extend(self.stage_lines(parting, "the same"));
+            lines.extend(self.unknown_steps(parting));
+            if is_first || self.is_of_some_ranks(parting) || self.verdict.largest == 0.0 {
+                lines.extend(self.cause(parting));
+            }
+        }
+        let rtol = rtol.unwrap_or(RTOL);
+        let Some((place, far)) = far else {
+            lines.extend(paragraph(&self.about_rounding(parting, rtol)));
+            return lines;
+        };
+        let how_far = match (far.distance, far.before) {
+            _ if far.name.is_empty() && far.stage != Stage::Loss => String::new(),
+            (distance, _) if distance.is_infinite() => {
+                "Only one run has it, or they have it in other shapes, or only one has finite numbers.".into()
+            }
+            (distance, 0.0) => {
+                let what = named(&far.name);
+                format!(
+                    "{what} is {distance:.1e} away there, and all before is equal: no rounding."
+                )
+            }
+            (distance, before) => format!(
+                "{} is {distance:.1e} away there, and nothing before it more than {before:.1e}: no rounding.",
+                named(&far.name)
+            ),
+        };
+        if !is_first {
+            let when = if place.is_start { "before step" } else { "in step" };
+            lines.extend(paragraph(&format!(
+                "The bits differ from step {} on, as after rounding. The first jump is {when} {}:",
+                parting.step, place.step
+            )));
+            lines.extend(self.stage_lines(place, "close"));
+            lines.extend(self.cause(place));
+        }
+        lines.extend(paragraph(&how_far));
+        lines
+    }
+
+    /// Says that two runs differ by rounding only, and how fast that grows.
+    fn about_rounding(&self, parting: &Parting, rtol: f64) -> String {
+        let verdict = &self.verdict;
+        let growth = match (verdict.growth.last(), verdict.factor_of_a_step()) {
+            (Some((step, distance)), Some(factor)) => format!(
+                " After step {step} the parameters are {distance:.1e} apart, a factor of {factor:.3} a step."
+            ),
+            (Some((step, distance)), None) if *distance > 0.0 => {
+                format!(" After step {step} the parameters are {distance:.1e} apart.")
+            }
+            _ => String::new(),
+        };
+        let bits = format!("the bits differ from step {} on", parting.step);
+        match verdict.first_over {
+            _ if verdict.has_grown_apart() => format!(
+                "Far: {bits}. Nothing jumps, but the distances grow until nothing is the same.{growth} Compare the options, or \
+                 fewer steps."
+            ),
+            None => format!(
+                "Close: {bits}, and no tensor is farther than {:.1e}, relative to its norm (--rtol {rtol:e}).{growth}",
+                verdict.largest
+            ),
+            Some(step) => format!(
+                "Close: {bits}. From step {step} on some distances are over {rtol:e} (--rtol), but they grow as rounding does: \
+                 everywhere, and nothing jumps.{growth}"
+            ),
+        }
+    }
+
+    /// Returns a line for each stage of a step. `same` is said of those that do not differ.
+    fn stage_lines(&self, parting: &Parting, same: &str) -> Vec<String> {
+        let mut lines = Vec::new();
         for (stage, found) in &parting.stages {
             let found = match found {
+                None if stage.is_of_modules() => continue,
                 None => "not compared".to_owned(),
-                Some(found) if found.ranks.is_empty() => "the same".to_owned(),
+                Some(found) if found.ranks.is_empty() => same.to_owned(),
                 Some(found) => self.differing(parting, *stage, found),
             };
             let name: &str = stage.into();
             lines.push(format!("  {name:<10}  {found}"));
         }
-        let next = self.equal_steps.last().map(|last| last + 1);
-        if let Some(next) = next.filter(|next| *next < step) {
-            lines.extend(paragraph(&format!(
-                "Steps {next} to {} are not in both records: the cause may be there.",
-                step - 1
-            )));
-        }
-        if let Some((stage, difference)) = parting.first() {
-            lines.extend(paragraph(&self.remedy(parting, stage, difference)));
-        }
         lines
+    }
+
+    /// Says which steps before the parting are not in both records.
+    fn unknown_steps(&self, parting: &Parting) -> Vec<String> {
+        let next = self.equal_steps.last().map(|last| last + 1);
+        match next.filter(|next| *next < parting.step) {
+            None => Vec::new(),
+            Some(next) => paragraph(&format!(
+                "Steps {next} to {} are not in both records: the cause may be there.",
+                parting.step - 1
+            )),
+        }
+    }
+
+    /// Returns whether some ranks are right, so that the cause is not in the program.
+    fn is_of_some_ranks(&self, parting: &Parting) -> bool {
+        parting.first().is_some_and(|(_, Difference { ranks, unknown })| {
+            ranks.len() + unknown.len() < self.records[0].header.world_size
+        })
+    }
+
+    /// Says what to look at.
+    fn cause(&self, parting: &Parting) -> Vec<String> {
+        match parting.first() {
+            Some((stage, difference)) => {
+                let known = self.known_cause(parting, stage, difference);
+                paragraph(&known.unwrap_or_else(|| self.remedy(parting, stage, difference)))
+            }
+            None => Vec::new(),
+        }
     }
 
     /// Returns the ranks that differ in a stage, each with its tensors; ranks with the same tensors together. Also says of
@@ -131,7 +234,9 @@ impl Comparison<'_> {
             let (who, names) = (self.who_differs(&members), listed(stage, tensors));
             match stage {
                 _ if tensors.is_empty() => format!("differs on {who}"),
-                Stage::Batch => format!("differs on {who}: {names}"),
+                Stage::Batch | Stage::Outputs | Stage::Backward => {
+                    format!("differs on {who}: {names}")
+                }
                 _ => format!("{} of {} on {who}: {names}", tensors.len(), all.len()),
             }
         };
@@ -152,11 +257,10 @@ impl Comparison<'_> {
 
     /// Says what to look at if `stage` is the first that differs.
     fn remedy(&self, parting: &Parting, stage: Stage, found: &Difference) -> String {
-        let Difference { ranks, unknown } = found;
+        let Difference { ranks, .. } = found;
         let members: Vec<usize> = ranks.iter().map(|(rank, _)| *rank).collect();
         let core = format!("look at {}: the memory and the core", self.who_differs(&members));
-        // If some ranks are right, the program is.
-        let is_local = members.len() + unknown.len() < self.records[0].header.world_size;
+        let is_local = self.is_of_some_ranks(parting);
         let samples = parting.stages.get(&Stage::Samples).and_then(Option::as_ref);
         let compared = match stage {
             _ if parting.is_start => {
@@ -175,7 +279,22 @@ impl Comparison<'_> {
                 return format!("To find the cause, compare {samples}{files}, or {core}.");
             }
             _ if is_local => return format!("The others do not differ, so {core}."),
-            Stage::Loss => "the model, the loss function and the versions",
+            Stage::Outputs => {
+                let module = ranks.first().and_then(|(_, names)| names.first());
+                return match module.map(String::as_str) {
+                    Some("") | None => {
+                        "To find the cause, compare what the model does beside its modules.".into()
+                    }
+                    Some(module) => format!(
+                        "What goes into `{module}` is the same. To find the cause, compare its options, and what the model's \
+                         forward does before it is called."
+                    ),
+                };
+            }
+            Stage::Loss => "the model, the loss function, what it is a mean over, and the versions",
+            Stage::Backward => {
+                "what the loss is multiplied by before backward, detached tensors, and functions with a backward of their own"
+            }
             Stage::Gradients => "the loss (mean or sum), its scale and the layers from there on",
             Stage::Averages => {
                 "the number of ranks, the communication hook, the weights of the mean and the clipping"
@@ -219,6 +338,11 @@ fn is_same_option(a: &Value, b: &Value) -> bool {
         (Value::String(a), Value::String(b)) => a.eq_ignore_ascii_case(b),
         _ => a == b,
     }
+}
+
+/// Names a tensor, or the loss, at the beginning of a sentence.
+fn named(tensor: &str) -> String {
+    if tensor.is_empty() { "The loss".into() } else { format!("`{tensor}`") }
 }
 
 /// Lists the names of tensors, of which some may be left out. Those of a batch are all named.

@@ -7,22 +7,23 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use engine::error::{Error, Result, Shown};
-use engine::events::{
+use crate::diff::{Refused, Rename};
+use crate::files::{explain_path, numbered_path, open_regular};
+use crate::mistaken::{RECOGNIZED_BY, mistaken};
+use crate::record::{
     FINGERPRINT_FORMAT, Fingerprint, FingerprintedRun, StepFingerprint, StepOfRank,
 };
-use engine::files::{RECOGNIZED_BY, mistaken, open_regular, process_path};
-use engine::os::limits::explain;
+use crate::text::Shown;
 
 /// The lines of a step, by rank.
-pub(super) type Ranks = BTreeMap<usize, StepFingerprint>;
+pub(crate) type Ranks = BTreeMap<usize, StepFingerprint>;
 
 /// The lines of a run, by the number of the step.
-pub(super) type Lines = BTreeMap<u64, Ranks>;
+pub(crate) type Lines = BTreeMap<u64, Ranks>;
 
 /// The record of a run.
 #[derive(Debug)]
-pub(super) struct Record {
+pub(crate) struct Record {
     /// Its name, as the user gave it.
     pub name: String,
     /// The header of the newest start of the first process.
@@ -40,10 +41,10 @@ impl Record {
     /// so on for `a.record`.
     ///
     /// # Errors
-    /// [`Error::Input`] with the file, the line and the remedy.
-    pub(super) fn read(path: &Path) -> Result<Self> {
+    /// With the file, the line and the remedy.
+    pub(crate) fn read(path: &Path) -> Result<Self, Refused> {
         let of_processes: Vec<PathBuf> = (0..)
-            .map(|process| process_path(path, [process, usize::MAX]))
+            .map(|process| numbered_path(path, process))
             .take_while(|path| path.is_file())
             .collect();
         let is_one = path.exists() || of_processes.is_empty();
@@ -86,6 +87,22 @@ impl Record {
         Ok(())
     }
 
+    /// Replaces parts of the names of its tensors and modules.
+    pub(crate) fn rename(&mut self, renames: &[Rename]) {
+        let rename = |name: &mut String| {
+            for rename in renames {
+                *name = name.replace(&rename.from, &rename.to);
+            }
+        };
+        let Self { header, steps, .. } = self;
+        let tensors = header.parameters.iter_mut().chain(&mut header.buffers);
+        tensors.for_each(|tensor| rename(&mut tensor.name));
+        for line in steps.values_mut().flat_map(BTreeMap::values_mut) {
+            let modules = line.outputs.iter_mut().chain(&mut line.output_gradients);
+            modules.for_each(|tensor| rename(&mut tensor.module));
+        }
+    }
+
     fn check_model(&self, header: &FingerprintedRun) -> Result<(), String> {
         let Self { header: known, .. } = self;
         if header.parameters == known.parameters && header.buffers == known.buffers {
@@ -99,7 +116,7 @@ impl Record {
         let lens = [&line.gradients, &line.averages, &line.parameters].map(Vec::len);
         let Self { header, starts, steps, .. } = self;
         if lens != [header.parameters.len(); 3] || line.buffers.len() != header.buffers.len() {
-            return Err("it has not one hash for each tensor of the header".into());
+            return Err("it has not one fingerprint for each tensor of the header".into());
         }
         let lines = if is_start { starts } else { steps };
         lines.entry(line.step).or_default().insert(line.rank, line);
@@ -107,7 +124,7 @@ impl Record {
     }
 
     /// Returns the place where the run failed; `None` if it did not, or not in a recorded step.
-    pub(super) fn failure(&self) -> Option<StepOfRank> {
+    pub(crate) fn failure(&self) -> Option<StepOfRank> {
         if self.failed.is_some() {
             return self.failed;
         }
@@ -127,13 +144,13 @@ impl Record {
 
 /// Reads the file of one process. Returns `None` if it is empty.
 fn read_file(path: &Path) -> Result<Option<Record>, String> {
-    let mut file = BufReader::new(open_regular(path).map_err(explain)?);
-    let begin = file.fill_buf().map_err(explain)?;
+    let mut file = BufReader::new(open_regular(path).map_err(explain_path)?);
+    let begin = file.fill_buf().map_err(explain_path)?;
     let begin = begin[..begin.len().min(RECOGNIZED_BY)].to_vec();
     let mut record = None;
     let mut lines = file.split(b'\n').zip(1..).peekable();
     while let Some((line, number)) = lines.next() {
-        let line = line.map_err(explain)?;
+        let line = line.map_err(explain_path)?;
         // A killed run leaves a part of a line: at the end, or before the header of its next start.
         let begins_start = |next: &Vec<u8>| next.starts_with(b"{\"event\":\"header\"");
         let is_cut = lines.peek().is_none_or(|(next, _)| next.as_ref().is_ok_and(begins_start));
@@ -210,6 +227,6 @@ fn not_a_record(line: &[u8], begin: &[u8]) -> String {
     }
 }
 
-fn refused(path: &Path, problem: impl Display) -> Error {
-    Error::data(format!("{}: {problem}", path.shown()))
+fn refused(path: &Path, problem: impl Display) -> Refused {
+    Refused::new(format!("{}: {problem}", path.shown()))
 }

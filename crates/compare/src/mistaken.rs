@@ -1,13 +1,13 @@
 //! What people have by mistake in the place of a file: a Git LFS pointer, a web page, an archive, another format.
 
 /// The first bytes of a gzip file.
-pub(crate) const GZIP: [u8; 2] = [0x1f, 0x8b];
+pub const GZIP: [u8; 2] = [0x1f, 0x8b];
 
 /// The number of bytes by which a file is recognized.
 pub const RECOGNIZED_BY: usize = 512;
 
 /// A `.safetensors` file, as messages call it.
-pub(crate) const SAFETENSORS: &str = "a .safetensors file";
+pub const SAFETENSORS: &str = "a .safetensors file";
 
 /// The size limit of the header of such a file, in bytes.
 const MOST_OF_A_HEADER: u64 = 100_000_000;
@@ -45,7 +45,7 @@ const KINDS: [(&[u8], &str, &str); 17] = [
 
 /// Returns what a file that begins with `bytes` is, and what to do with it (empty if its contents must be written in
 /// another format). `None` if its kind is not known.
-pub(crate) fn kind_of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
+pub fn kind_of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
     let begin = &bytes[..bytes.len().min(RECOGNIZED_BY)];
     let has = |part: &[u8]| begin.windows(part.len()).any(|window| window == part);
     if let Some((_, what, remedy)) = KINDS.into_iter().find(|(mark, ..)| begin.starts_with(mark)) {
@@ -72,7 +72,7 @@ pub(crate) fn kind_of(bytes: &[u8]) -> Option<(&'static str, &'static str)> {
 }
 
 /// A web page, as messages call it. One may be meant as a text.
-pub(crate) const HTML: &str = "an HTML page";
+pub const HTML: &str = "an HTML page";
 
 /// Returns the problem with a file that begins with `bytes` if it is of a known kind other than `expected`. It can be
 /// written as `instead` says.
