@@ -60,7 +60,7 @@ python)
     folder=${3:-.python}
     has_python=(-c 'import ensurepip, venv') python_package=python3-venv
     need g++ "${compiler[@]}" --version
-    wanted=$(echo "torch==$version" && cat tests/requirements.txt)
+    wanted=$(echo "torch==$version" && cat tests/requirements.txt tests/requirements-of-torch.txt)
     is_complete() { [ "$(cat "$folder/complete" 2>/dev/null)" = "$wanted" ]; }
     ;;
 cpu | cuda | '')
@@ -140,6 +140,8 @@ print(get_path("purelib"), get_config_var("EXT_SUFFIX"))')
         echo "libtorch: fetching torch $version for this Python (about 530 MB) into $folder" >&2
         run "$python" -m pip install --quiet --no-deps "${cpu_wheels[@]}" || die "$failed"
     fi
+    # With dependencies, pip would fetch torch's CUDA libraries.
+    run "$python" -m pip install --quiet --no-deps -r tests/requirements-of-torch.txt || die "$failed"
     run .cargo/without-cuda.sh "$packages" || die "could not make up for CUDA's libraries in $folder"
     # Compiles what will be imported each time.
     PYTHONDONTWRITEBYTECODE='' run "$python" -c 'import torch.distributed.run, tensorboard' ||

@@ -54,9 +54,10 @@ def new_file(name, rank, world):
 def saver():
     """Returns what makes a file of tensors."""
     try:
+        import numpy  # noqa: F401, which safetensors needs, but not before it saves
         from safetensors.torch import save
     except ImportError:
-        raise ImportError("to keep tensors, ddp_mp.record needs safetensors: pip install safetensors") from None
+        raise ImportError("to keep tensors, ddp_mp.record needs two packages: pip install safetensors numpy") from None
     return save
 
 

@@ -58,7 +58,7 @@ pub struct OutputSection {
     pub record_modules: bool,
     /// Record whole tensors in each step
     ///
-    /// Otherwise a step has one part of 65536 elements of each larger tensor, in turn
+    /// Otherwise a step has one part of 32768 elements of each larger tensor, in turn
     #[arg(long, add = MayDiffer::OnResume, add = RefusedBy::TOOLS, add = RECORD)]
     pub record_whole: bool,
     /// Keep all tensors of one step in a safetensors file

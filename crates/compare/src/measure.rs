@@ -1,12 +1,13 @@
 //! Makes the fingerprint of a tensor: the hash of its bytes, and numbers that tell how far it is from another one.
 
 use half::{bf16, f16};
+use multiversion::multiversion;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::record::{SKETCH, TensorFingerprint, TensorHash, TensorNumbers};
 
 /// The most elements of a tensor of which a step takes the fingerprint. Of a larger tensor each step takes one part.
-pub const PART: usize = 1 << 16;
+pub const PART: usize = 1 << 15;
 
 /// Elements that get their signs from one random number of 64 bits.
 const BLOCK: usize = 64;
@@ -49,7 +50,7 @@ fn numbers<const SIZE: usize, T: Into<f64>>(
     decode: impl Fn([u8; SIZE]) -> T,
 ) -> TensorNumbers {
     let (elements, _) = bytes.as_chunks::<SIZE>();
-    let all = Sums::of(elements, |element| decode(element).into());
+    let all = add_up(elements, |element| decode(element).into());
     if all.largest.is_finite() {
         return all.rounded(elements.len(), 0);
     }
@@ -60,7 +61,7 @@ fn numbers<const SIZE: usize, T: Into<f64>>(
         nonfinite += u64::from(!value.is_finite());
         if value.is_finite() { value } else { 0.0 }
     };
-    let finite = Sums::of(elements, finite);
+    let finite = add_up(elements, finite);
     finite.rounded(elements.len(), nonfinite)
 }
 
@@ -74,37 +75,50 @@ struct Sums {
     largest: f64,
 }
 
-impl Sums {
-    fn of<const SIZE: usize>(
-        elements: &[[u8; SIZE]],
-        mut decode: impl FnMut([u8; SIZE]) -> f64,
-    ) -> Self {
-        let mut sums = Self::default();
-        let mut largest = [0.0f64; SKETCH];
-        for (index, block) in elements.chunks(BLOCK).enumerate() {
-            let mut values = [0.0; BLOCK];
-            for (value, element) in values.iter_mut().zip(block) {
-                *value = decode(*element);
-            }
-            let signs = random(index as u64);
-            for (row, lanes) in values.as_chunks::<SKETCH>().0.iter().enumerate() {
-                for (lane, &value) in lanes.iter().enumerate() {
-                    let sign = (signs >> (row * SKETCH + lane)) << 63;
-                    sums.squares[lane] += value * value;
-                    sums.values[lane] += value;
-                    sums.signed[lane] += f64::from_bits(value.to_bits() ^ sign);
-                    // A comparison with NaN is false.
-                    let magnitude = value.abs();
-                    largest[lane] =
-                        if magnitude <= largest[lane] { largest[lane] } else { magnitude };
-                }
+/// Adds up the elements. With wider registers, where the processor has them, the sums are the same.
+#[multiversion(targets("x86_64+avx2"))]
+fn add_up<const SIZE: usize, D: FnMut([u8; SIZE]) -> f64>(
+    elements: &[[u8; SIZE]],
+    mut decode: D,
+) -> Sums {
+    let mut sums = Sums::default();
+    let mut largest = [0.0f64; SKETCH];
+    for (index, block) in elements.chunks(BLOCK).enumerate() {
+        let mut values = [0.0; BLOCK];
+        for (value, element) in values.iter_mut().zip(block) {
+            *value = decode(*element);
+        }
+        let signs = random(index as u64);
+        for (row, lanes) in values.as_chunks::<SKETCH>().0.iter().enumerate() {
+            let signs = SIGNS[(signs >> (row * SKETCH)) as usize % SIGNS.len()];
+            for (lane, &value) in lanes.iter().enumerate() {
+                sums.squares[lane] += value * value;
+                sums.values[lane] += value;
+                sums.signed[lane] += f64::from_bits(value.to_bits() ^ signs[lane]);
+                // A comparison with NaN is false.
+                let magnitude = value.abs();
+                largest[lane] = if magnitude <= largest[lane] { largest[lane] } else { magnitude };
             }
         }
-        let is_nan = largest.iter().any(|it| it.is_nan());
-        sums.largest = if is_nan { f64::INFINITY } else { largest.into_iter().fold(0.0, f64::max) };
-        sums
     }
+    let is_nan = largest.iter().any(|it| it.is_nan());
+    sums.largest = if is_nan { f64::INFINITY } else { largest.into_iter().fold(0.0, f64::max) };
+    sums
+}
 
+/// For each number of [`SKETCH`] bits, the sign bits that they stand for.
+static SIGNS: [[u64; SKETCH]; 1 << SKETCH] = {
+    let mut signs = [[0; SKETCH]; 1 << SKETCH];
+    let mut place = 0;
+    while place < SKETCH << SKETCH {
+        let (bits, bit) = (place / SKETCH, place % SKETCH);
+        signs[bits][bit] = ((bits >> bit) as u64 & 1) << 63;
+        place += 1;
+    }
+    signs
+};
+
+impl Sums {
     fn rounded(&self, count: usize, nonfinite: u64) -> TensorNumbers {
         let Self { squares, values, signed, largest } = self;
         TensorNumbers {

@@ -1,6 +1,6 @@
 //! [`DataLoader`]: makes the batches of one rank, epoch by epoch, with threads if asked.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -122,6 +122,8 @@ pub struct DataLoader {
     group: Option<Rc<ProcessGroup>>,
     staging: Option<Rc<Staging>>,
     waited: Rc<Cell<Duration>>,
+    /// The epoch and the order of the last call of [`samples`](Self::samples): each step may ask for its own.
+    last_order: RefCell<Option<(u64, Option<Vec<usize>>)>>,
 }
 
 impl DataLoader {
@@ -160,6 +162,7 @@ impl DataLoader {
             group: None,
             staging: None,
             waited: Rc::default(),
+            last_order: RefCell::default(),
         })
     }
 
@@ -258,9 +261,19 @@ impl DataLoader {
         first: usize,
         count: usize,
     ) -> Result<Vec<usize>> {
-        let indices = self.sampler.indices_from(epoch, start)?;
-        let batches = indices.chunks(self.batch_size).skip(first).take(count).flatten();
-        Ok(batches.map(|&index| self.dataset.source_index(index)).collect())
+        let mut order = self.last_order.borrow_mut();
+        if order.as_ref().is_none_or(|(of, _)| *of != epoch) {
+            *order = Some((epoch, self.sampler.order(epoch)?));
+        }
+        let order = order.as_ref().and_then(|(_, order)| order.as_deref());
+        let all = self.sampler.num_samples_from(start);
+        let place = |batch: usize| batch.saturating_mul(self.batch_size).min(all);
+        let indices = self.sampler.deal_some(
+            order,
+            start,
+            place(first)..place(first.saturating_add(count)),
+        )?;
+        Ok(indices.into_iter().map(|index| self.dataset.source_index(index)).collect())
     }
 
     /// Returns the total time this rank has spent on data: waiting for workers, or gathering samples itself.

@@ -1,5 +1,7 @@
 //! Deals samples to ranks, in exactly PyTorch's order.
 
+use std::ops::Range;
+
 use rand_mt::Mt;
 
 use crate::error::{Error, Result};
@@ -176,12 +178,20 @@ impl DistributedSampler {
     /// Returns [`indices_from`](Self::indices_from) for an epoch with this order.
     #[doc(hidden)]
     pub fn deal(&self, order: Option<&[usize]>, start: usize) -> Result<Vec<usize>> {
-        let count = self.num_samples_from(start);
-        let mut mine = empty(count)?;
+        self.deal_some(order, start, 0..self.num_samples_from(start))
+    }
+
+    /// Returns the samples at `places` among those of [`deal`](Self::deal).
+    pub(super) fn deal_some(
+        &self,
+        order: Option<&[usize]>,
+        start: usize,
+        places: Range<usize>,
+    ) -> Result<Vec<usize>> {
+        let mut mine = empty(places.len())?;
         // PyTorch's padding repeats the whole order from the front.
         let first = start + self.rank;
-        let dealt =
-            (first..).step_by(self.num_replicas).take(count).map(|position| position % self.len);
+        let dealt = places.map(|place| (first + place * self.num_replicas) % self.len);
         match order {
             Some(order) => mine.extend(dealt.map(|i| order[i])),
             None => mine.extend(dealt),
