@@ -1,10 +1,13 @@
 """Measures whether `ddp-mp-diff --rtol` tells rounding from mistakes: close_or_far.py [SETUP ...]
 
+SEED=N in the environment has other weights and data.
+
 Right runs do the same with another order of sums, another precision or other kernels. All must be called close. Each wrong run
 has one mistake, and every other one other kernels besides. All must be called far, with the stage and the tensor of the mistake.
 """
 
 import math
+import os
 import pathlib
 import re
 import subprocess
@@ -22,6 +25,7 @@ import ddp_mp  # noqa: E402
 from checks import check  # noqa: E402
 
 STEPS = 30
+SEED = int(os.environ.get("SEED", "0"))
 DIFF = [sys.executable, "-c", "from ddp_mp.native import main; main()"]
 
 
@@ -266,7 +270,7 @@ def train(setup, file, *changes):
     """Trains a few steps, with changes, and records them."""
     option = changes.__contains__
     make, batch_of, loss, optimizer = SETUPS[setup]
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     torch.set_num_threads(2 if option("two threads") else 1)
     torch.backends.mkldnn.enabled = not option("no oneDNN")
     model = make(option)
@@ -282,7 +286,7 @@ def train(setup, file, *changes):
         model.norm.eval()
     optimizer = optimizer_of(optimizer, model, option)
     recorder = ddp_mp.record(model, optimizer, file, modules=True)
-    data = torch.Generator().manual_seed(1)
+    data = torch.Generator().manual_seed(SEED + 1)
     for step in range(STEPS):
         inputs, targets = batch_of(data)
         if option("inputs scaled"):

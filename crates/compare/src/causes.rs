@@ -154,7 +154,7 @@ impl Comparison<'_> {
         // Whether the rate changes within an epoch, in the steps up to the next epoch.
         let changes_within = |record: &Record| {
             let lines = || record.steps.values().filter_map(|ranks| ranks.values().next());
-            let pairs = || lines().zip(lines().skip(1)).filter(|(_, next)| next.step <= step + 100);
+            let pairs = || lines().zip(lines().skip(1)).filter(|(_, next)| next.step <= step.saturating_add(100));
             let changes = |is_within: bool| {
                 let mut pairs =
                     pairs().filter(|(one, next)| (one.epoch == next.epoch) == is_within);

@@ -384,7 +384,8 @@ impl<'a> Comparison<'a> {
 type Found = Option<Vec<String>>;
 
 fn numel(shape: &[i64]) -> usize {
-    shape.iter().product::<i64>().max(0) as usize
+    let sizes = shape.iter().map(|&size| usize::try_from(size).unwrap_or(0));
+    sizes.fold(1, usize::saturating_mul)
 }
 
 /// Pairs the tensors that both have, with the same name and shape.
