@@ -34,7 +34,7 @@ new_project() {
     cp "$crate/Cargo.lock" "$folder/$name"
     # Not published yet: the packed ones.
     printf '\n[patch.crates-io]\n' >>"$folder/$name/Cargo.toml"
-    for other in engine views; do
+    for other in compare engine views; do
         printf 'ddp-mp-%s = { path = "%s" }\n' "$other" "$folder/ddp-mp-$other-$version" >>"$folder/$name/Cargo.toml"
     done
     cd "$folder/$name"
