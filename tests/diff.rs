@@ -195,7 +195,15 @@ fn runs_with_other_options_are_compared_as_far_as_they_can_be() {
                 [..],
         ),
         ("batch", 1, &["Step 0 is", "samples     differs on all ranks", "the batch size"]),
-        ("lr", 1, &["Equal: the start.", "lr          differs on all ranks", "compare --lr"]),
+        (
+            "lr",
+            1,
+            &[
+                "Equal: the start.",
+                "lr          differs on all ranks",
+                "compare the learning rates (--lr)",
+            ],
+        ),
         ("decay", 1, &["parameters  2 of 2 on all ranks: `weight`, `bias`", "weight decay"]),
         ("one", 1, &["different numbers of ranks", "gradients   not compared", "averages    "]),
         (
@@ -550,7 +558,7 @@ fn runs_that_differ_by_rounding_are_close() {
         ("one", 0, "Close: the bits differ from step 0 on, and no tensor is farther than"),
         ("bf16", 0, "but they grow as rounding does: everywhere, and nothing jumps."),
         ("decay", 1, "The first jump is in step 0:"),
-        ("rate", 1, "compare --lr and the schedules"),
+        ("rate", 1, "compare the learning rates (--lr) and the schedules"),
     ] {
         let (stdout, _) = run_in(code, folder, &["diff", "two", other, "--rtol"]);
         let text = stdout.split_whitespace().collect::<Vec<_>>().join(" ");

@@ -118,7 +118,10 @@ def computes_in(device):
         return str(torch.get_autocast_dtype(device))[6:]
     if device != "cuda":
         return None
-    matmul = torch.backends.cuda.matmul
-    # PyTorch 2.9 has another name for it, and refuses the old one in some cases.
-    is_tf32 = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    # PyTorch 2.9 has other names for it, and refuses the old ones in some cases.
+    if hasattr(matmul, "fp32_precision"):
+        is_tf32 = "tf32" in [matmul.fp32_precision, cudnn.conv.fp32_precision]
+    else:
+        is_tf32 = matmul.allow_tf32 or cudnn.allow_tf32
     return "tfloat32" if is_tf32 else None

@@ -366,7 +366,7 @@ class Recorder:
 
     def epoch(self, number):
         """Sets the number of the epoch."""
-        self.now = number
+        self.now = int(number)
 
 
 def record(model, optimizer, file, every=1, keep=None, keep_step=0, modules=False, whole=False):
@@ -379,8 +379,10 @@ def record(model, optimizer, file, every=1, keep=None, keep_step=0, modules=Fals
 
     `keep` is a new safetensors file, which gets all tensors of the step with the number `keep_step`; of several ranks,
     each writes its own. With `modules` the record also has what each module returns, and the gradient of that; of what
-    is compiled, only what it returns as a whole. Of a tensor with more than 65536 elements a step has one part in turn,
+    is compiled, only what it returns as a whole. Of a tensor with more than 32768 elements a step has one part in turn,
     but for `whole`.
     """
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"every={every!r}: record every step (1), or every N-th")
     optimizers = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     return Recorder(model, optimizers, file, every, keep, keep_step, modules, whole)

@@ -136,7 +136,8 @@ impl Comparison<'_> {
         let [a, b] = lines.map(norm);
         let (a, b) = (a?, b?);
         // Norms to which people clip.
-        let is_clipped = |norm: f64| is_scale(norm) && number(norm).len() <= 4;
+        let is_one = |norm: f64| (norm - 1.0).abs() <= NEARLY;
+        let is_clipped = |norm: f64| is_one(norm) || (is_scale(norm) && number(norm).len() <= 4);
         let (side, clipped, other) = match (is_clipped(a), is_clipped(b)) {
             (true, false) => ("A", a, b),
             (false, true) => ("B", b, a),
@@ -154,7 +155,11 @@ impl Comparison<'_> {
         // Whether the rate changes within an epoch, in the steps up to the next epoch.
         let changes_within = |record: &Record| {
             let lines = || record.steps.values().filter_map(|ranks| ranks.values().next());
-            let pairs = || lines().zip(lines().skip(1)).filter(|(_, next)| next.step <= step.saturating_add(100));
+            let pairs = || {
+                lines()
+                    .zip(lines().skip(1))
+                    .filter(|(_, next)| next.step <= step.saturating_add(100))
+            };
             let changes = |is_within: bool| {
                 let mut pairs =
                     pairs().filter(|(one, next)| (one.epoch == next.epoch) == is_within);
@@ -181,7 +186,8 @@ impl Comparison<'_> {
 /// Returns whether a number may be a factor that someone wrote: a whole one, one over it, or one with two decimals; but not 1.
 fn is_scale(number: f64) -> bool {
     let is_near = |number: f64, other: f64| (number - other).abs() <= NEARLY * number.abs();
-    let is_whole = |number: f64| number.is_finite() && is_near(number, number.round());
+    // Larger ones are whole within the rounding of float32, whatever they are.
+    let is_whole = |number: f64| number.abs() < 10_000.0 && is_near(number, number.round());
     let hundredths = 100.0 * number;
     let has_decimals = number.abs() < 10.0 && is_near(hundredths, hundredths.round());
     !is_near(number, 1.0)

@@ -168,7 +168,14 @@ impl<'a> Comparison<'a> {
                 (Some(a), Some(b)) => (a - b).abs() > limit * a.abs().max(b.abs()),
                 _ => a != b,
             };
-            let parting = comparison.parting_at(far.step, far.is_start, &is_far, &is_loss_far);
+            let (step, is_start, first) = (far.step, far.is_start, far.stage);
+            let mut parting = comparison.parting_at(step, is_start, &is_far, &is_loss_far);
+            // What comes before has not jumped.
+            for (stage, found) in &mut parting.stages {
+                if *stage < first && found.is_some() {
+                    *found = Some(Difference::default());
+                }
+            }
             comparison.far = Some(parting);
         }
         Ok(comparison)
@@ -342,6 +349,18 @@ impl<'a> Comparison<'a> {
         (!known.is_empty()).then(|| Some(names).filter(|names| !names.is_empty()))
     }
 
+    /// Returns how many modules of A have returned something, and how many of these are in B, too, in the first common step;
+    /// `None` if a record has none.
+    pub(crate) fn modules(&self) -> Option<[usize; 2]> {
+        let [a, b] = self.records.map(|record| &record.steps);
+        let (step, of_a) = a.iter().find(|(step, _)| b.contains_key(*step))?;
+        let (a, b) = (of_a.values().next()?, b[step].values().next()?);
+        if a.outputs.is_empty() || b.outputs.is_empty() {
+            return None;
+        }
+        Some([a.outputs.len(), self.tensors_of(Stage::Outputs, a, b).len()])
+    }
+
     /// Returns whether the learning rates differ in what a parameter sees.
     pub(crate) fn rates_differ(&self, a: &StepFingerprint, b: &StepFingerprint) -> bool {
         // Only a parameter of float64 sees all of its digits.
@@ -439,7 +458,8 @@ pub(crate) fn losses(a: &StepFingerprint, b: &StepFingerprint) -> Vec<(Option<f6
 /// Returns whether one rank has other batches than the other, so that their tensors cannot be compared one by one.
 pub(crate) fn has_other_batches(a: &StepFingerprint, b: &StepFingerprint) -> bool {
     let of = |line: &StepFingerprint| line.batch.as_ref().map(Vec::len);
-    of(a).zip(of(b)).is_some_and(|(a, b)| a != b)
+    let has_losses = !a.loss.is_empty() && !b.loss.is_empty();
+    of(a).zip(of(b)).is_some_and(|(a, b)| a != b) || (has_losses && a.loss.len() != b.loss.len())
 }
 
 /// Returns the tensors of the batches of a step. Each batch has inputs, targets, and further inputs.
@@ -467,7 +487,7 @@ fn modules<'a>(of_a: &'a [ModuleTensor], of_b: &'a [ModuleTensor]) -> Vec<Compar
         a: &a.tensor,
         b: &b.tensor,
         numel: numel(&a.shape),
-        is_unlike: a.shape != b.shape,
+        is_unlike: numel(&a.shape) != numel(&b.shape),
     };
     let mut theirs: BTreeMap<&str, Vec<&ModuleTensor>> = BTreeMap::new();
     for tensor in of_b.iter().rev() {

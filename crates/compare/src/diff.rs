@@ -60,18 +60,20 @@ pub struct DiffFlags {
     /// Compare it with this one
     #[cfg_attr(feature = "command-line", arg(value_name = "B"))]
     pub b: PathBuf,
-    /// Call runs close that differ by rounding only
+    /// Allow rounding: find the first jump
     ///
-    /// The exit code is 0 for them, too. A tensor is far if its distance is over R, relative to its norm, and if it jumps: what
-    /// goes into it is much closer. Without R: 1e-4
+    /// The exit code is 0, too, for runs that differ by rounding only. If a distance is over R, relative to the norm, the first
+    /// jump is named: a tensor that
+    /// is much farther than what goes into it. Without R: 1e-4
     #[cfg_attr(
         feature = "command-line",
         arg(long, value_name = "R", num_args = 0..=1, require_equals = true, value_parser = rtol, default_missing_value = "1e-4")
     )]
     pub rtol: Option<f64>,
-    /// Read OLD in the names of A's tensors and modules as NEW
+    /// Read OLD as NEW in the names of A
     ///
-    /// May be given several times
+    /// In the names of tensors and modules: wherever OLD stands in them, as part of a name, too. May be given several times, and
+    /// each is applied to what the one before has made
     #[cfg_attr(feature = "command-line", arg(long, value_name = "OLD=NEW"))]
     pub rename: Vec<Rename>,
 }
@@ -137,8 +139,8 @@ fn diff_records(
     a.rename(renames);
     let comparison = Comparison::of([&a, &b], rtol.unwrap_or(RTOL))?;
     let first = comparison.first();
-    // A run that has failed is never close to another.
     let is_close = comparison.parting.is_some()
+        && [&a, &b].iter().all(|record| record.failure().is_none())
         && comparison.far.is_none()
         && !comparison.verdict.has_grown_apart();
     let is_equal = first.is_none() || (rtol.is_some() && is_close);

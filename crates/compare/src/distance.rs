@@ -19,6 +19,9 @@ const JUMP: f64 = 30.0;
 /// A tensor that is nearer than this many units of rounding is no jump, whatever was before it.
 const FEWEST_UNITS: f64 = 64.0;
 
+/// The least distance that the digits of a record show.
+const DIGITS: f64 = 1e-9;
+
 /// Rounding that turns an activation such as ReLU on or off changes a gradient by as much, without being a mistake.
 const SWITCHED: f64 = 0.05;
 
@@ -98,8 +101,12 @@ struct Walk<'a> {
     jump: Option<Far>,
     /// The largest distance of the model before the step.
     state: f64,
+    /// The unit of rounding of the parameters.
+    unit: f64,
     /// Whether the optimizer is [`NORMALIZING`].
     normalizes: bool,
+    /// The places of the parameters in A's lines.
+    places: BTreeMap<&'a str, usize>,
     /// The parameters of one dimension.
     vectors: BTreeSet<&'a str>,
     /// The lines of A about the step before, or the start.
@@ -124,7 +131,14 @@ impl<'a> Walk<'a> {
             verdict: Verdict::default(),
             jump: None,
             state: 0.0,
+            unit: comparison.unit_of_parameters(),
             normalizes,
+            places: header
+                .parameters
+                .iter()
+                .zip(0..)
+                .map(|(it, place)| (&*it.name, place))
+                .collect(),
             vectors: vectors.map(|it| &*it.name).collect(),
             before: None,
             of_parameters: BTreeMap::new(),
@@ -186,7 +200,12 @@ impl<'a> Walk<'a> {
         b: &'a StepFingerprint,
         level: f64,
     ) -> Vec<Point<'a>> {
-        let least = FEWEST_UNITS * self.comparison.unit_of_rounding(a, b);
+        // If all before is equal to the bit, both round alike, and the parameters say how much.
+        let computes_alike = level == 0.0 && a.computes_in == b.computes_in;
+        let in_dtypes = [a.computes_in.as_deref(), b.computes_in.as_deref()];
+        let of_dtypes = in_dtypes.into_iter().flatten().map(unit).fold(self.unit, f64::max);
+        let unit = if computes_alike { self.unit } else { of_dtypes };
+        let least = (FEWEST_UNITS * unit).max(DIGITS);
         let point =
             |name, distance| Point { name, distance, level: None, least, most_switched: 0.0 };
         match stage {
@@ -253,7 +272,7 @@ impl<'a> Walk<'a> {
                     *largest = largest.max(own);
                 }
                 Stage::Parameters => {
-                    point.least = FEWEST_UNITS * self.comparison.unit_of_parameters();
+                    point.least = (FEWEST_UNITS * self.unit).max(DIGITS);
                     point.level = self.level_of_parameter(&compared[place], a, level);
                     self.of_parameters.entry(name).or_default()[0] = distance;
                 }
@@ -270,7 +289,7 @@ impl<'a> Walk<'a> {
             };
             if !is_by_rounding {
                 points.push(point);
-            } else if stage == Stage::Parameters && distance > 0.0 {
+            } else if stage == Stage::Parameters && point.limit(level).is_some() {
                 self.by_rounding.insert((*name).to_owned(), distance);
             }
         }
@@ -288,8 +307,7 @@ impl<'a> Walk<'a> {
         if self.normalizes || level == 0.0 {
             return None;
         }
-        let header = &self.comparison.records[0].header;
-        let place = header.parameters.iter().position(|it| it.name == parameter.name)?;
+        let place = *self.places.get(parameter.name)?;
         let before = self.before?.get(&a.rank)?.parameters.get(place)?.as_ref()?;
         let change = relative(before, parameter.a, 0.0)?;
         let [last, of_averages] = self.of_parameters.get(parameter.name).copied()?;
@@ -394,22 +412,20 @@ fn relative(a: &TensorFingerprint, b: &TensorFingerprint, floor: f64) -> Option<
     if a.hash == b.hash {
         return Some(0.0);
     }
-    let (of_a, of_b) = (a.numbers.as_ref()?, b.numbers.as_ref()?);
+    let (Some(of_a), Some(of_b)) = (&a.numbers, &b.numbers) else { return Some(f64::INFINITY) };
     if of_a.nonfinite != of_b.nonfinite {
         return Some(f64::INFINITY);
     }
     let scale = of_a.norm.max(of_b.norm).max(floor);
-    Some(if scale > 0.0 { of_a.distance(of_b) / scale } else { 0.0 })
+    if scale == 0.0 {
+        return Some(0.0); // zeros of another dtype
+    }
+    let distance = of_a.distance(of_b) / scale;
+    Some(if distance.is_nan() { f64::INFINITY } else { distance })
 }
 
 impl Comparison<'_> {
-    /// Returns the unit of rounding of the coarsest dtype that either run computes in.
-    fn unit_of_rounding(&self, a: &StepFingerprint, b: &StepFingerprint) -> f64 {
-        let dtypes = [a.computes_in.as_deref(), b.computes_in.as_deref()];
-        dtypes.into_iter().flatten().map(unit).fold(self.unit_of_parameters(), f64::max)
-    }
-
-    /// Likewise, of the parameters.
+    /// Returns the unit of rounding of the parameters.
     fn unit_of_parameters(&self) -> f64 {
         let trained = self.records.iter().flat_map(|it| &it.header.parameters);
         trained.map(|tensor| unit(&tensor.dtype)).fold(0.0, f64::max)

@@ -136,6 +136,9 @@ const LARGEST: f64 = 1e300;
 
 /// Rounds a number to ten digits, which is what a record keeps of it.
 fn rounded(number: f64) -> f64 {
+    if number == 0.0 || number.is_nan() {
+        return 0.0;
+    }
     let number = number.clamp(-LARGEST, LARGEST);
     let digits = 9 - number.abs().log10().floor() as i32;
     // Powers of ten up to this are exact, so the result has few digits. Other numbers are rare.
@@ -145,8 +148,6 @@ fn rounded(number: f64) -> f64 {
     } else if (-22..0).contains(&digits) {
         let scale = 10f64.powi(-digits);
         (number / scale).round() * scale
-    } else if number == 0.0 {
-        0.0
     } else {
         format!("{number:.9e}").parse().unwrap_or(number)
     }

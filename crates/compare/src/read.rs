@@ -138,7 +138,7 @@ impl Record {
         let is_step_before = self.steps[&stopped].values().any(StepFingerprint::is_whole);
         let has_stopped = |rank: usize| lines().any(|line| line.stopped && line.rank == rank);
         let rank = (0..self.header.world_size).find(|&rank| !has_stopped(rank))?;
-        Some(StepOfRank { step: stopped + u64::from(is_step_before), rank })
+        Some(StepOfRank { step: stopped.saturating_add(is_step_before.into()), rank })
     }
 }
 
@@ -171,6 +171,9 @@ fn add(line: Fingerprint, record: &mut Option<Record>) -> Result<(), String> {
     match (line, &mut *record) {
         (Fingerprint::Header(header), _) if header.format != FINGERPRINT_FORMAT => {
             return Err(other_version(header.format.into()));
+        }
+        (Fingerprint::Header(header), _) if header.world_size == 0 => {
+            return Err("`world_size` is 0; a run has at least one rank".into());
         }
         (Fingerprint::Header(header), None) => {
             let (name, starts, steps) = (String::new(), Lines::new(), Lines::new());

@@ -75,8 +75,9 @@ impl TensorNumbers {
     pub fn distance(&self, other: &Self) -> f64 {
         let differences = self.sketch.iter().zip(&other.sketch).map(|(a, b)| (a - b).powi(2));
         let estimate = differences.sum::<f64>().sqrt();
-        // No estimate: it is at least that.
-        estimate.max((self.norm - other.norm).abs())
+        // No estimates: it is at least that.
+        let at_least = (self.norm - other.norm).abs().max((self.largest - other.largest).abs());
+        estimate.max(at_least)
     }
 }
 

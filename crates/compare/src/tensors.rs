@@ -151,7 +151,7 @@ fn other_shape(name: &str, a: &Tensor, b: &Tensor) -> Vec<String> {
 /// Returns the row of a tensor whose bytes differ: how many values do, and the pair that differs most.
 fn row(name: &str, a: &Tensor, b: &Tensor) -> Vec<String> {
     let count: usize = a.shape.iter().product();
-    let size = a.bytes.len() / count.max(1);
+    let size = (a.bytes.len() / count.max(1)).max(1); // some dtypes have less than a byte
     let (of_a, of_b) = (a.numbers(), b.numbers());
     let values = a.bytes.chunks(size).zip(b.bytes.chunks(size)).enumerate();
     let differ: Vec<usize> = values.filter(|(_, (a, b))| a != b).map(|(index, _)| index).collect();

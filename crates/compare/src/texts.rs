@@ -30,13 +30,22 @@ impl Comparison<'_> {
                  rank 0's buffers are compared. A sum over other shards may differ in its last bits.",
             ));
         }
+        if let Some([all, common]) = self.modules().filter(|[all, common]| common < all) {
+            lines.extend(paragraph(&format!(
+                "Left out, because no module of B has its name: what {} of {all} modules of A return. Say how the names differ \
+                 with --rename.",
+                all - common
+            )));
+        }
         for (record, other) in [(a, b), (b, a)] {
             lines.extend(self.left_out(record, other));
         }
         lines.extend(self.equal_part());
         if let Some(parting) = &self.parting {
             lines.extend(self.difference(parting, rtol));
-            return lines;
+            if rtol.is_none() {
+                return lines;
+            }
         }
         let failed = self.records.map(|record| record.failure().map(|at| at.step));
         let sides = match failed {
@@ -106,7 +115,7 @@ impl Comparison<'_> {
             lines.extend(self.stage_lines(parting, "the same"));
             lines.extend(self.unknown_steps(parting));
             if is_first || self.is_of_some_ranks(parting) || self.verdict.largest == 0.0 {
-                lines.extend(self.cause(parting));
+                lines.extend(self.cause(parting, false));
             }
         }
         let rtol = rtol.unwrap_or(RTOL);
@@ -117,7 +126,8 @@ impl Comparison<'_> {
         let how_far = match (far.distance, far.before) {
             _ if far.name.is_empty() && far.stage != Stage::Loss => String::new(),
             (distance, _) if distance.is_infinite() => {
-                "Only one run has it, or they have it in other shapes, or only one has finite numbers.".into()
+                "Only one run has it, or it has another number of elements, or only one is finite."
+                    .into()
             }
             (distance, 0.0) => {
                 let what = named(&far.name);
@@ -137,7 +147,7 @@ impl Comparison<'_> {
                 parting.step, place.step
             )));
             lines.extend(self.stage_lines(place, "close"));
-            lines.extend(self.cause(place));
+            lines.extend(self.cause(place, true));
         }
         lines.extend(paragraph(&how_far));
         lines
@@ -207,12 +217,12 @@ impl Comparison<'_> {
         })
     }
 
-    /// Says what to look at.
-    fn cause(&self, parting: &Parting) -> Vec<String> {
+    /// Says what to look at: if `is_far`, at a jump after rounding.
+    fn cause(&self, parting: &Parting, is_far: bool) -> Vec<String> {
         match parting.first() {
             Some((stage, difference)) => {
                 let known = self.known_cause(parting, stage, difference);
-                paragraph(&known.unwrap_or_else(|| self.remedy(parting, stage, difference)))
+                paragraph(&known.unwrap_or_else(|| self.remedy(parting, stage, difference, is_far)))
             }
             None => Vec::new(),
         }
@@ -256,18 +266,18 @@ impl Comparison<'_> {
     }
 
     /// Says what to look at if `stage` is the first that differs.
-    fn remedy(&self, parting: &Parting, stage: Stage, found: &Difference) -> String {
+    fn remedy(&self, parting: &Parting, stage: Stage, found: &Difference, is_far: bool) -> String {
         let Difference { ranks, .. } = found;
         let members: Vec<usize> = ranks.iter().map(|(rank, _)| *rank).collect();
         let core = format!("look at {}: the memory and the core", self.who_differs(&members));
-        let is_local = self.is_of_some_ranks(parting);
+        let is_local = self.is_of_some_ranks(parting) && !is_far;
         let samples = parting.stages.get(&Stage::Samples).and_then(Option::as_ref);
         let compared = match stage {
             _ if parting.is_start => {
                 "the seed, the initialisation of that layer, and the file or checkpoint that the runs start from"
             }
-            Stage::LearningRate => "--lr and the schedules",
-            _ if !self.has_same_ranks() => {
+            Stage::LearningRate => "the learning rates (--lr) and the schedules",
+            _ if !self.has_same_ranks() && !is_far => {
                 return "Up to here the runs agree to the bit. If they differ in the last bits only, it is because other \
                         ranks add up in another order."
                     .into();
@@ -276,7 +286,8 @@ impl Comparison<'_> {
             Stage::Batch => {
                 let samples = if samples.is_some() { "" } else { "the samples, " };
                 let files = "the data files and what the loop makes of them";
-                return format!("To find the cause, compare {samples}{files}, or {core}.");
+                let or_core = if is_far { String::new() } else { format!(", or {core}") };
+                return format!("To find the cause, compare {samples}{files}{or_core}.");
             }
             _ if is_local => return format!("The others do not differ, so {core}."),
             Stage::Outputs => {
@@ -286,8 +297,9 @@ impl Comparison<'_> {
                         "To find the cause, compare what the model does beside its modules.".into()
                     }
                     Some(module) => format!(
-                        "What goes into `{module}` is the same. To find the cause, compare its options, and what the model's \
-                         forward does before it is called."
+                        "What goes into `{module}` is {}. To find the cause, compare its options, and what the model's forward \
+                         does before it is called.",
+                        if is_far { "close" } else { "the same" }
                     ),
                 };
             }

@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::slice;
 
 use clap::Parser;
-use compare::DiffFlags;
+use compare::{DiffFlags, escaped};
 
 /// The exit code of a mistake in what the user gave.
 const WRONG_INPUT: c_int = 2;
@@ -96,7 +96,7 @@ pub unsafe extern "C" fn ddp_mp_diff(count: usize, arguments: *const *const c_ch
     };
     let arguments: Vec<OsString> = arguments.iter().map(text).collect();
     // A panic must not go through Python. It has been printed.
-    catch_unwind(AssertUnwindSafe(|| run(arguments))).unwrap_or(101)
+    catch_unwind(AssertUnwindSafe(|| run(arguments))).unwrap_or(WRONG_INPUT)
 }
 
 fn run(arguments: Vec<OsString>) -> c_int {
@@ -110,18 +110,19 @@ fn run(arguments: Vec<OsString>) -> c_int {
     let found = match compare::diff(&flags) {
         Ok(found) => found,
         Err(refused) => {
-            let _ = writeln!(io::stderr(), "ddp-mp-diff: error: {refused}");
+            let refused = refused.to_string();
+            let _ = writeln!(io::stderr(), "ddp-mp-diff: error: {}", escaped(&refused));
             return WRONG_INPUT;
         }
     };
     let mut text = found.lines.join("\n");
     text.push('\n');
     let mut stdout = io::stdout();
-    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+    match stdout.write_all(escaped(&text).as_bytes()).and_then(|()| stdout.flush()) {
         // Whoever reads it has seen enough.
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
             let _ = writeln!(io::stderr(), "ddp-mp-diff: error: writing stdout: {error}");
-            1
+            WRONG_INPUT
         }
         _ => c_int::from(!found.is_equal),
     }
