@@ -63,8 +63,7 @@ pub struct DiffFlags {
     /// Allow rounding: find the first jump
     ///
     /// The exit code is 0, too, for runs that differ by rounding only. If a distance is over R, relative to the norm, the first
-    /// jump is named: a tensor that
-    /// is much farther than what goes into it. Without R: 1e-4
+    /// jump is named: a tensor that is much farther than what goes into it. Without R: 1e-4
     #[cfg_attr(
         feature = "command-line",
         arg(long, value_name = "R", num_args = 0..=1, require_equals = true, value_parser = rtol, default_missing_value = "1e-4")
