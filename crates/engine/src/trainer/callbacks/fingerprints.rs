@@ -64,8 +64,16 @@ struct Outputs {
     error: Option<crate::error::Error>,
 }
 
+impl FingerprintOptions {
+    /// Returns the step whose parts of large tensors are due; `None` for whole tensors.
+    fn step_of_parts(&self, step: u64) -> Option<u64> {
+        (!self.whole).then_some(step)
+    }
+}
+
 impl Fingerprints {
     pub(in crate::trainer) fn new(options: FingerprintOptions, run: Arc<RunContext>) -> Self {
+        let options = FingerprintOptions { every: options.every.max(1), ..options };
         Self {
             options,
             run,
@@ -77,14 +85,9 @@ impl Fingerprints {
         }
     }
 
-    /// Returns the step whose parts of large tensors are due; `None` for whole tensors.
-    fn part(&self, step: u64) -> Option<u64> {
-        (!self.options.whole).then_some(step)
-    }
-
     /// Watches what the layers of the model return in this step.
     fn watch(&self, step: u64) {
-        let (outputs, part) = (self.outputs.clone(), self.part(step));
+        let (outputs, part) = (self.outputs.clone(), self.options.step_of_parts(step));
         outputs.take();
         watch_outputs(Box::new(move |layer, output| {
             let outputs = &mut *outputs.borrow_mut();
@@ -192,7 +195,7 @@ impl<M> Callback<M> for Fingerprints {
         if !step.index.is_multiple_of(self.options.every) {
             return Ok(());
         }
-        let part = self.part(step.index);
+        let part = self.options.step_of_parts(step.index);
         let batch = step.batches.iter().flat_map(Batch::tensors);
         let batch = batch.map(|tensor| tensor_fingerprint(tensor, part));
         let computes_in = match context.options.amp {
@@ -233,14 +236,14 @@ impl<M> Callback<M> for Fingerprints {
         stop_watching_outputs();
         ddp.group().await_launched()?;
         step.gradients = self.gradients.take();
-        let part = (!self.options.whole).then_some(step.step);
+        let part = self.options.step_of_parts(step.step);
         (step.outputs, step.output_gradients) = self.outputs.take().complete(part)?;
         Ok(())
     }
 
     fn on_before_optimizer_step(&mut self, context: &mut TrainContext<M>, _: &Step) -> Result<()> {
         if let Some(step) = &mut self.step {
-            let part = (!self.options.whole).then_some(step.step);
+            let part = self.options.step_of_parts(step.step);
             step.averages = averages(&context.ddp, part)?;
         }
         Ok(())
@@ -250,7 +253,7 @@ impl<M> Callback<M> for Fingerprints {
         self.ended = Some(step.index);
         // The line stays in `self.step` until it is complete. If a call fails before, `drop` tells what is known.
         let (ddp, Some(line)) = (&context.ddp, &mut self.step) else { return Ok(()) };
-        let part = (!self.options.whole).then_some(line.step);
+        let part = self.options.step_of_parts(line.step);
         if step.is_skipped() {
             line.averages = averages(ddp, part)?;
         }
